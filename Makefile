@@ -1,4 +1,4 @@
-.PHONY: install serve test test-all test-long test-compat test-clients loadtest lint format protos
+.PHONY: install serve test test-all test-long test-compat test-clients test-vllm loadtest lint format protos
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
 BIN := $(VENV)/bin
@@ -38,6 +38,17 @@ test-long: install
 # On demand, and not in CI: others' tests and clients, which they fetch below build/ (tests/compat, tests/clients).
 test-compat: install
 	$(BIN)/python -m tests.compat.run_vllm_tests --write $(ARGS)
+
+# The tests of vLLM as the engine, in the environment of `diptych install-engine vllm`.
+VLLM ?= $(HOME)/.cache/diptych/engines/vllm/bin/python
+VLLM_TESTS := DIPTYCH_TEST_VLLM_PYTHON=$(VLLM) TRITON_INTERPRET=0
+VLLM_LIVE := tests/live/test_faults.py tests/live/test_resume.py tests/live/test_api.py
+test-vllm: install
+	[ -x $(VLLM) ] || $(BIN)/diptych install-engine vllm
+	$(VLLM) -m pip install -q pytest pytest-timeout hypothesis
+	$(VLLM_TESTS) $(VLLM) -m pytest tests/vllm $(ARGS)
+	$(VLLM_TESTS) $(VLLM) -m pytest -m "not long" tests/live/test_kill_rounds.py tests/live/test_crash_matrix.py $(ARGS)
+	$(VLLM_TESTS) $(PYTEST) -m "cluster and not long" $(VLLM_LIVE) $(ARGS)
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run --write $(ARGS)

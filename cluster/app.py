@@ -13,7 +13,14 @@ from typing import Any
 
 from ray import serve
 
-from .config import SECRET, ClusterConfig, ConfigError, PoolConfig, load_config
+from .config import (
+    SECRET,
+    ClusterConfig,
+    ConfigError,
+    EngineKindSettings,
+    PoolConfig,
+    load_config,
+)
 from .control.control import Control
 from .control.serve import POOL_DEPLOYMENTS
 from .gateway.gateway import Gateway
@@ -51,7 +58,11 @@ def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
     for pool_name, deployment in POOL_DEPLOYMENTS.items():
         pool = getattr(config.pools, pool_name)
         if pool.replicas:  # Serve knows no deployment without a replica
-            workers.append(_worker_deployment(deployment, pool).bind(pool_name, tree, str(model)))
+            workers.append(
+                _worker_deployment(deployment, pool, config.engine).bind(
+                    pool_name, tree, str(model)
+                )
+            )
     others = [router, control, *workers]
     gateway = _deployment(Gateway, "Gateway", 1, HEAD_NODE)
     return gateway.bind(tree, str(model), name, others)
@@ -98,9 +109,15 @@ def _deployment(
     )
 
 
-def _worker_deployment(name: str, pool: PoolConfig) -> serve.Deployment:
+def _worker_deployment(name: str, pool: PoolConfig, engine: EngineKindSettings) -> serve.Deployment:
     """Return the deployment of a pool: where its replicas find the GPUs or cores of all ranks."""
     ranks = pool.tensor_parallel
+    if engine.kind == "vllm":
+        runtime_env: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(pool.engine.threads)}}
+        if engine.python:
+            runtime_env["py_executable"] = engine.python
+        actor_options = {**ANY_NODE, "runtime_env": runtime_env}
+        return _deployment(WorkerProcess, name, pool.replicas, actor_options)
     if pool.engine.device == "cuda":  # rank 0 starts the others, so its actor has all GPUs
         actor_options = {**ANY_NODE, "num_gpus": ranks}
         return _deployment(WorkerProcess, name, pool.replicas, actor_options)

@@ -98,6 +98,19 @@ class EngineSettings(ConfigSection, SchedulerSettings, ComputeSettings):  # type
     itl_budget_ms: Positive | None = None
 
 
+class EngineKindSettings(ConfigSection):
+    """Which engine computes the model, in both pools."""
+
+    #: `diptych`: our own. `vllm`: vLLM, inside of the workers' processes (engine/vllm/README.md).
+    kind: Literal["diptych", "vllm"] = "diptych"
+    #: The python in whose environment the workers run, on each of their machines; None: the one
+    #: that serves. vLLM has pins of its own: `diptych install-engine vllm` makes an environment.
+    python: str | None = None
+    #: With `kind: vllm`: arguments of vLLM by its own names, such as `quantization`. Those that
+    #: Diptych sets itself are refused.
+    vllm: dict[str, Any] = Field(default_factory=dict)
+
+
 class PoolConfig(ConfigSection):
     """One of the two deployments of workers. A replica is one worker."""
 
@@ -380,6 +393,7 @@ class ClusterConfig(ConfigSection):
     """The whole tree. Its fields are the sections of the YAML file."""
 
     model: ModelSettings = ModelSettings()
+    engine: EngineKindSettings = EngineKindSettings()
     pools: PoolsConfig = PoolsConfig()
     router: RouterSettings = RouterSettings()
     kv_transfer: TransferSettings = TransferSettings()
@@ -407,7 +421,35 @@ class ClusterConfig(ConfigSection):
             raise ValueError("kv_tiers work for pools with tensor_parallel 1 only")
         if "cuda" in (self.pools.prefill.engine.device, self.pools.decode.engine.device):
             self._check_gpu()
+        if self.engine.kind == "vllm":
+            self._check_vllm(ranks)
+        elif self.engine.vllm:
+            raise ValueError("engine.vllm is set, and engine.kind is diptych: set it to vllm")
         return self
+
+    def with_engine_python(self, python: str | None) -> Self:
+        """Return this configuration with the workers in the environment of another python."""
+        engine = self.engine.model_copy(update={"python": python})
+        return self.model_copy(update={"engine": engine})
+
+    def _check_vllm(self, ranks: int) -> None:
+        """Raise ValueError for what does not work with vLLM as the engine."""
+        from ..engine.vllm.arguments import OWNED_ARGUMENTS
+
+        for name, advice in OWNED_ARGUMENTS.items():
+            if name in self.engine.vllm:
+                raise ValueError(f"engine.vllm.{name} cannot be set: {advice}")
+        if ranks > 1:
+            raise ValueError("engine.kind vllm works for pools with tensor_parallel 1 only so far")
+        if self.kv_tiers.memory_mib:
+            raise ValueError("engine.kind vllm does not know kv_tiers yet")
+        if self.kv_transfer.transport == "shm":
+            raise ValueError("engine.kind vllm needs kv_transfer.transport nixl or tcp")
+        if "cuda" in (self.pools.prefill.engine.device, self.pools.decode.engine.device):
+            raise ValueError(
+                "engine.kind vllm runs on CPUs only so far: moving blocks out of its GPU memory has "
+                "not been proven"
+            )
 
     def _check_replicas(self) -> None:
         if self.pools.decode.replicas == 0:

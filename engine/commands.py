@@ -83,6 +83,10 @@ class StagePrefix:
     hashes: list[bytes]  #: The prefix's content hashes, one a block.
     peer_blocks: int = 0  #: How many of the prefix's blocks a peer is said to hold.
     pin_only: bool = False  #: True to pin what the pool holds, and reserve no more.
+    #: The prefix itself, and who shares its blocks; empty where nothing is going to be cached.
+    #: An engine that names contents by hashes of its own makes these of them.
+    token_ids: tuple[int, ...] = ()
+    cache_partition: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from ..protos.frames import AttemptKey, Grammar, ScoredToken, Token
 from .backend_registry import open_backend
 from .batch import StepBatch, build_batch
 from .blocks import BlockPool
-from .commands import EngineObservation, PrefixStaged, StagePrefix
+from .commands import BlocksReserved, EngineObservation, PrefixStaged, StagePrefix
 from .drafts import NGramDrafter
 from .engine_like import ReportProgress
 from .exactness import is_exact
@@ -198,10 +198,11 @@ class Engine:
         assert 0 < prompt <= length < self.max_model_len, (prompt, length)
         self.scheduler.add(sequence)
 
-    def reserve(self, sequence: Sequence) -> list[int] | None:
-        """Returns blocks for KV that is going to arrive, or None if there are not enough."""
+    def reserve(self, sequence: Sequence) -> BlocksReserved:
+        """Returns blocks for KV that is going to arrive, or the answer that there are too few."""
         self._wait_for_device()
-        return self.scheduler.reserve(sequence)
+        blocks = self.scheduler.reserve(sequence)
+        return BlocksReserved(sequence.attempt_key, blocks, sequence.published_blocks)
 
     def required_blocks(self, sequence: Sequence) -> int:
         """Returns the blocks that the sequence reserves: for its ids and a growth allowance."""

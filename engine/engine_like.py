@@ -24,9 +24,18 @@ from ..kv_transfer.lanes import Digest
 from ..kv_transfer.layout import KVLayout
 from ..kv_transfer.transport import Pool
 from ..protos.frames import AttemptKey, Grammar
-from .commands import EngineEvent, EngineObservation, PrefixStaged, StagePrefix
+from .commands import (
+    BlocksReserved,
+    EngineEvent,
+    EngineObservation,
+    PrefixStaged,
+    StagePrefix,
+)
 from .options import EngineOptions, SchedulerLimits
 from .sequence import BlocksFilled, Sequence, SequenceOutput
+
+#: What a step brings about.
+StepEvent: TypeAlias = SequenceOutput | BlocksReserved
 
 #: Takes what happened, in order; called on the engine's thread, and must not block.
 Deliver: TypeAlias = Callable[[Collection[EngineEvent]], None]
@@ -125,10 +134,11 @@ class EngineLike(Protocol):
         """Prefills the sequence, then decodes it, or holds its blocks if it stops there."""
         ...
 
-    def reserve(self, sequence: Sequence) -> list[int] | None:
-        """Returns blocks for KV that is going to arrive, or None if there are not enough.
+    def reserve(self, sequence: Sequence) -> BlocksReserved | None:
+        """Asks for blocks for KV that is going to arrive; None: one of the next steps answers.
 
-        The leading `sequence.published_blocks` of them hold the prompt's KV already.
+        An engine that gives out blocks only while it plans a step answers in a step, after a
+        bounded number of them.
         """
         ...
 
@@ -149,7 +159,7 @@ class EngineLike(Protocol):
         ...
 
     def release(self, attempt_key: AttemptKey) -> None:
-        """Ends a sequence wherever it is; its blocks are free before the next step."""
+        """Ends a sequence wherever it is; its blocks are free after the next step, or at once."""
         ...
 
     def stage(self, command: StagePrefix) -> PrefixStaged:
@@ -186,8 +196,8 @@ class EngineLike(Protocol):
         """Returns the load, what is cached, and what of that changed since the last call."""
         ...
 
-    def step(self) -> list[SequenceOutput]:
-        """Computes one step over all live sequences; [] when there is nothing to do."""
+    def step(self) -> Collection[StepEvent]:
+        """Computes one step over all live sequences; empty when nothing has come of it."""
         ...
 
     def idle(self) -> bool:

@@ -20,7 +20,6 @@ from typing import assert_never
 from .commands import (
     AddSequence,
     BlockDemoted,
-    BlocksReserved,
     CachePrefix,
     CommitBlocks,
     DemoteBlocks,
@@ -117,8 +116,7 @@ class EngineThread:
             case AddSequence(sequence):
                 self.engine.add(sequence)
             case ReserveBlocks(sequence):
-                blocks = self.engine.reserve(sequence)
-                return BlocksReserved(sequence.attempt_key, blocks, sequence.published_blocks)
+                return self.engine.reserve(sequence)
             case CommitBlocks():
                 self.engine.commit(
                     command.sequence,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from annotated_types import Ge, Le
 
@@ -101,6 +101,8 @@ class EngineOptions(ComputeSettings):
     cores: tuple[int, ...] = ()  #: Those that the engine's thread is bound to; empty: any.
     shared_kv: bool = False  #: True if other processes can map the KV pool.
     rank_program: str = "diptych.engine.rank_follower"  #: The module that ranks above 0 run.
+    #: With vLLM as the engine (`engine/vllm/`): further arguments of its `EngineArgs`, by name.
+    vllm_arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def pool_dtype(self) -> str:

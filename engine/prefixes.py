@@ -129,7 +129,14 @@ class PrefixExchange:
             return [AddSequence(sequence)]
         key = _marked(sequence.attempt_key, FETCH_MARK)
         self.fetches[key] = PrefixFetch(sequence, hashes, peer)
-        return [StagePrefix(key, hashes, peer_blocks=len(hashes) if peer else 0)]
+        stage = StagePrefix(
+            key,
+            hashes,
+            peer_blocks=len(hashes) if peer else 0,
+            token_ids=tuple(sequence.token_ids[: len(hashes) * self.block_tokens]),
+            cache_partition=sequence.cache_partition,
+        )
+        return [stage]
 
     def begin_probe(self, attempt_key: AttemptKey, peer: str, tokens: int) -> list[PrefixAction]:
         """Moves blocks for `tokens` tokens here from `peer`.

@@ -280,6 +280,12 @@ def _heads(config: dict[str, Any]) -> AttentionHeads:
     return AttentionHeads(heads, kv_heads, head_dim)
 
 
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Returns the ids that end an answer by the checkpoint's configuration, whatever its model."""
+    config = read_json(folder / "config.json")
+    return _eos_ids(folder, {**config.get("text_config", {}), **config})
+
+
 def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """The end ids of generation_config.json, or else of config.json: a number or a list."""
     end_ids = None

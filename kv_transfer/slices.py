@@ -215,7 +215,9 @@ def _grain_bytes(layout: KVLayout, tile_tokens: int) -> int:
 
 
 def _block_grains(layout: KVLayout, tile_tokens: int) -> int:
-    return layout.block_bytes // _grain_bytes(layout, tile_tokens)
+    """Grains from one block's start to that of the next block."""
+    stride_bytes = layout.block_stride_items * layout.item_bytes
+    return stride_bytes // _grain_bytes(layout, tile_tokens)
 
 
 def _in_source_order(

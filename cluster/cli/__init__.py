@@ -17,6 +17,7 @@ from . import (
     config,
     doctor,
     explain,
+    install_engine,
     keys,
     loadtest,
     render,
@@ -39,6 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command()(serve.serve)
+app.command()(install_engine.install_engine)
 app.command()(chat.chat)
 app.command()(status.status)
 app.command()(top.top)

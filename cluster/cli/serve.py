@@ -88,6 +88,9 @@ def serve(
             help="How the model marks its reasoning. Default: what its chat template shows.",
         ),
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="What computes the model: diptych or vllm.")
+    ] = None,
     config: Annotated[Path | None, typer.Option("-c", "--config", help="cluster.yaml")] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="Serve on the Ray cluster there, all nodes of it.")
@@ -108,6 +111,7 @@ def serve(
         "gateway.http_port": port,
         "gateway.grpc_port": grpc_port,
         "gateway.api_key_hashes": _key_hashes(api_key or []) or None,
+        "engine.kind": engine,
         "model.max_model_len": max_model_len,
         "model.tool_format": tool_format,
         "model.reasoning_format": reasoning_format,
@@ -119,6 +123,10 @@ def serve(
     overrides = {key: value for key, value in flags.items() if value is not None}
     try:
         settings = load_config(config, overrides | parse_overrides(override or []))
+        if settings.engine.kind == "vllm" and settings.engine.python is None and not ray_address:
+            from ..launch.engine_environment import find_python
+
+            settings = settings.with_engine_python(find_python())
         # This loads the engine, which takes seconds: wrong settings fail before it.
         from ..launch.local_cluster import prepare
 

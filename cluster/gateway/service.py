@@ -19,6 +19,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from ...engine.checkpoint_facts import read_facts
 from ...engine.sizing import context_limit, kv_layout
 from ...engine.spec import fingerprint, read_json, read_spec
 from ...kv_transfer.identity import block_hashes, partition_salt
@@ -409,6 +410,22 @@ class GatewayService:
         return self.tally.rows(len(self._live), generator.retries, generator.handovers)
 
 
+def _ends_and_length(folder: Path, config: ClusterConfig) -> tuple[tuple[int, ...], int]:
+    """The ids that end an answer, and the tokens of a prompt and its answer, at most."""
+    pool_bytes = [pool.engine.kv_mib << 20 for pool in (config.pools.prefill, config.pools.decode)]
+    if config.engine.kind == "vllm":
+        facts = read_facts(folder)
+        pool_tokens = facts.pool_tokens(min(pool_bytes), config.model.dtype)
+        limit = config.model.max_model_len or facts.max_positions
+        return facts.end_ids, min(limit, pool_tokens - config.model.block_tokens)
+    spec = read_spec(folder)
+    layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
+    limits = [
+        context_limit(spec, layout, kv_bytes, config.model.max_model_len) for kv_bytes in pool_bytes
+    ]
+    return spec.eos_ids, min(limits)
+
+
 def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimits:
     """Returns what model and pools allow, and the model's sampling defaults.
 
@@ -416,15 +433,10 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimit
     the characters of the vocabulary's longest token. A checkpoint that does not say `do_sample` is
     greedy by default.
     """
-    spec = read_spec(folder)
+    stop_ids, max_model_len = _ends_and_length(folder, config)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
     temperature = generation.get("temperature", 1.0) if generation.get("do_sample") else 0.0
-    layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
-    max_model_len = min(
-        context_limit(spec, layout, pool.engine.kv_mib << 20, config.model.max_model_len)
-        for pool in (config.pools.prefill, config.pools.decode)
-    )
     top_p = 1.0
     top_k = 0
     if temperature:
@@ -434,7 +446,7 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimit
         max_model_len=max_model_len,
         longest_token_chars=token_chars,
         block_tokens=config.model.block_tokens,
-        stop_ids=spec.eos_ids,
+        stop_ids=stop_ids,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...engine.checkpoint_facts import read_facts
 from ...engine.demo import CHECKPOINT
 from ...engine.errors import EngineError
 from ...engine.memory import available_memory, weight_bytes
@@ -30,8 +31,9 @@ class Checkpoint:
     folder: Path
     #: The model's name in the API.
     name: str
-    #: The shape of the model, as its config.json has it.
-    spec: ModelSpec
+    #: The shape of the model, as its config.json has it. None: another engine computes the model,
+    #: and our decoder need not know it.
+    spec: ModelSpec | None
 
 
 def find_checkpoint(config: ClusterConfig) -> Checkpoint:
@@ -49,8 +51,12 @@ def find_checkpoint(config: ClusterConfig) -> Checkpoint:
     else:
         folder = _download(path)
         name = path
+    spec = None
     try:
-        spec = read_spec(folder)
+        if config.engine.kind == "diptych":
+            spec = read_spec(folder)
+        else:
+            read_facts(folder)
     except EngineError as error:
         raise ConfigError(str(error)) from None
     if not (folder / "tokenizer.json").exists():
@@ -75,7 +81,7 @@ def _download(path: str) -> Path:
         ) from None
 
 
-def check_memory(config: ClusterConfig, spec: ModelSpec) -> None:
+def check_memory(config: ClusterConfig, checkpoint: Checkpoint) -> None:
     """Compare all workers' weights and KV pools with the memory that is free on this machine.
 
     A worker counts as one process: with `tensor_parallel` above 1 it needs more than is counted.
@@ -84,7 +90,11 @@ def check_memory(config: ClusterConfig, spec: ModelSpec) -> None:
     free_bytes = available_memory()
     if free_bytes is None:  # this system does not say
         return
-    model_bytes = weight_bytes(spec, config.model.dtype)
+    if checkpoint.spec is not None:
+        model_bytes = weight_bytes(checkpoint.spec, config.model.dtype)
+    else:
+        files = checkpoint.folder.glob("*.safetensors")
+        model_bytes = sum(file.stat().st_size for file in files)
     pools = (config.pools.prefill, config.pools.decode)
     needed_bytes = sum(
         pool.replicas * (model_bytes + ((pool.engine.kv_mib + WORKER_OVERHEAD_MIB) << 20))

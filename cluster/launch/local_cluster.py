@@ -34,6 +34,7 @@ from ..config import (
 from ..control.serve import APPLICATION_NAME, POOL_DEPLOYMENTS
 from ..worker import cores
 from .checkpoint import Checkpoint, check_memory, find_checkpoint
+from .engine_environment import check_python
 from .ray_cluster import RayAccess, StartError, check_environment, join_ray, start_ray
 
 if TYPE_CHECKING:
@@ -293,7 +294,9 @@ def prepare(config: ClusterConfig, ray_address: str | None = None) -> LocalClust
     check_formats(config.model)
     checkpoint = find_checkpoint(config)
     if ray_address is None:
-        check_memory(config, checkpoint.spec)
+        if config.engine.python is not None:
+            check_python(config.engine.python)
+        check_memory(config, checkpoint)
         check_gateway(config.gateway)
         check_chat_template(config.model.chat_template)
     return LocalCluster(config, checkpoint, ray_address)

@@ -92,7 +92,8 @@ class WorkerCore:
 
     `name` is the worker's id, `pool` "prefill" or "decode", `model` the checkpoint's folder.
     `send(gateway, frame)` and `on_observation` are called on the loop that made the object.
-    `open_engine` makes the engine when the core starts; nothing here depends on which engine it is.
+    `open_engine` makes the engine when the core starts (None: the one that the configuration names);
+    nothing here depends on which engine it is.
     A role is the pure machine that decides for one kind of worker; this object carries that out.
     """
 
@@ -105,7 +106,7 @@ class WorkerCore:
         *,
         send: Callable[[str, frames.FramesFromWorker], None],
         on_observation: Callable[[EngineObservation], None],
-        open_engine: OpenEngine = Engine,
+        open_engine: OpenEngine | None = None,
     ) -> None:
         self.name = name
         self.config = config
@@ -117,7 +118,7 @@ class WorkerCore:
         self._model = model
         self._send = send
         self._on_observation = on_observation
-        self._open_engine = open_engine
+        self._open_engine = open_engine or engine_opener(config)
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, list[PeerCard]] = {}  #: by worker: a card for each of its ranks
         self._probe: asyncio.Future[ProbeEnded] | None = None  #: the one that runs, if any
@@ -494,6 +495,15 @@ class ProbeResult:
         }
 
 
+def engine_opener(config: ClusterConfig) -> OpenEngine:
+    """Return what opens the engine that the configuration names."""
+    if config.engine.kind == "vllm":
+        from ...engine.vllm.engine import open_vllm
+
+        return open_vllm
+    return Engine
+
+
 def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> EngineOptions:
     """Return the options of `pool`'s engines by the configuration; cores are not chosen here."""
     settings = pool.engine
@@ -514,6 +524,7 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
         shared_kv=config.kv_transfer.transport == "shm",
         # Ranks above 0 have transfers of their own, so they run more than the engine's follower.
         rank_program="diptych.cluster.worker.rank",
+        vllm_arguments=config.engine.vllm,
         **_settings_of(ComputeSettings, settings),
     )
 

@@ -59,7 +59,7 @@ def test_one_transfer_serves_all_answers(checkpoint, length: int) -> None:
                 streams[output.answer_index] = [output.token]
     held = source.scheduler.held_blocks["r", 0]
     seq = rig.request(target, "r", ids, SEEDED)
-    blocks = target.reserve(seq)
+    blocks = target.reserve(seq).blocks
     assert blocks is not None
     rig.copy_blocks(source, target, held, blocks)
     seq.token_ids.append(firsts[0])

@@ -18,7 +18,7 @@ from diptych.protos.frames import AttemptKey
 from tests.support.checkpoints import VOCAB
 
 from ..kit import engine_conformance
-from ..kit.engine_conformance import CHECKS, EngineKit
+from ..kit.engine_conformance import CHECKS, TIER_CHECKS, EngineKit
 from .rig import block_bytes
 
 
@@ -35,7 +35,10 @@ def opener(folder: Path, kind: type[Engine] = Engine) -> EngineKit:
     return EngineKit(open_with_blocks, VOCAB)
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+EVERY_CHECK = (*CHECKS, *TIER_CHECKS)
+
+
+@pytest.mark.parametrize("check", EVERY_CHECK, ids=lambda check: check.__name__)
 def test_engine(check: Callable[[EngineKit], None], folder: Path) -> None:
     check(opener(folder))
 
@@ -118,7 +121,7 @@ BROKEN = [
 @pytest.mark.parametrize("kind", BROKEN)
 def test_a_broken_engine_fails(kind: type[Engine], folder: Path) -> None:
     failures = []
-    for check in CHECKS:
+    for check in EVERY_CHECK:
         try:
             check(opener(folder, kind))
         except (AssertionError, KeyError, IndexError):

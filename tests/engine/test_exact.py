@@ -30,7 +30,7 @@ def expected(folder: Path, length: int, seed: int, sampling: Sampling) -> list[T
 def transfer(source: Engine, target: Engine, first: Token, ids: list[int], sampling: Sampling):
     """What a KV transfer does: bytes into reserved blocks, then the first token, then decode."""
     seq = request(target, "moved", ids, sampling)
-    blocks = target.reserve(seq)
+    blocks = target.reserve(seq).blocks
     held = source.scheduler.held_blocks["moved", 0]
     assert blocks is not None and blocks[: len(held)] != held, "another place, not a copy in place"
     copy_blocks(source, target, held, blocks)

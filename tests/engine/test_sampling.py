@@ -94,7 +94,7 @@ def test_a_first_token_made_elsewhere_counts_like_ones_own(llama: Path, ask: Sam
     source.add(request(source, "moved", ids, ask, first_only=True))
     (first,) = drain(source)[0]["moved"]
     seq = request(target, "moved", ids, ask)
-    blocks = target.reserve(seq)
+    blocks = target.reserve(seq).blocks
     assert blocks is not None
     copy_blocks(source, target, source.scheduler.held_blocks["moved", 0], blocks)
     seq.token_ids.append(first.id)

@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diptych.engine.commands import StagePrefix
+from diptych.engine.commands import BlocksReserved, StagePrefix
 from diptych.engine.engine_like import EngineLike
 from diptych.engine.options import SchedulerLimits
 from diptych.engine.sequence import BlocksFilled, Sequence, SequenceOutput
 from diptych.kv_transfer.identity import block_hashes
+from diptych.kv_transfer.slices import ALL_PIECES, Lane, LaneEnd
 from diptych.protos.frames import AttemptKey, Grammar, Sampling
 
 #: Opens an engine whose pool has so many usable blocks; all that it opens have the same weights.
@@ -64,6 +65,10 @@ class EngineKit:
     def block_tokens(self) -> int:
         return self.limits.block_tokens
 
+    def blocks_for(self, sequence: Sequence) -> int:
+        """How many blocks the sequence's ids fill, the last one perhaps in part."""
+        return -(-len(sequence.token_ids) // self.block_tokens)
+
     def prompt(self, length: int = PROMPT_TOKENS, seed: int = 0) -> list[int]:
         """Random ids that are not special; those of one seed are prefixes of each other."""
         return random.Random(seed).choices(range(5, self.vocabulary), k=length)
@@ -99,9 +104,27 @@ def run(engine: EngineLike) -> list[SequenceOutput]:
     for _ in range(STEP_LIMIT):
         step_outputs = engine.step()
         outputs += step_outputs
+        assert not any(isinstance(event, BlocksReserved) for event in step_outputs), step_outputs
         if not step_outputs and engine.idle():
             return outputs
     raise AssertionError(f"the engine is not idle after {STEP_LIMIT} steps")
+
+
+def reserve(engine: EngineLike, sequence: Sequence) -> list[int] | None:
+    """Has blocks reserved, and waits for the answer, which may come with one of the next steps.
+
+    Nothing else is computed meanwhile.
+    """
+    answer = engine.reserve(sequence)
+    for _ in range(STEP_LIMIT):
+        if answer is not None:
+            assert answer.attempt_key == sequence.attempt_key
+            assert answer.held_blocks == sequence.published_blocks
+            return answer.blocks
+        for event in engine.step():
+            assert isinstance(event, BlocksReserved), event
+            answer = event
+    raise AssertionError(f"no answer to a reservation after {STEP_LIMIT} steps")
 
 
 def answer(outputs: list[SequenceOutput], name: str, index: int = 0) -> list[int]:
@@ -127,6 +150,8 @@ def blocks_by_attempt(engine: EngineLike) -> dict[AttemptKey, int]:
 
 
 def assert_nothing_is_held(engine: EngineLike) -> None:
+    """Fails if blocks are in use once the engine has done what it was told."""
+    run(engine)
     blocks = engine.statistics()["kv_blocks"]
     assert blocks["free"] + blocks["cached"] == blocks["total"], blocks
     assert not any(blocks_by_attempt(engine).values())
@@ -136,11 +161,14 @@ def copy_blocks(
     source: EngineLike, source_blocks: list[int], target: EngineLike, target_blocks: list[int]
 ) -> None:
     """Does what a transfer does: the blocks' bytes in one pool become those in the other."""
-    size = source.kv_pool.block_bytes
-    assert size == target.kv_pool.block_bytes
-    for source_block, target_block in zip(source_blocks, target_blocks, strict=False):
-        content = source.kv_pool.view[source_block * size : (source_block + 1) * size]
-        target.kv_pool.view[target_block * size : (target_block + 1) * size] = content
+    lane = Lane(LaneEnd(source.kv_pool.layout), LaneEnd(target.kv_pool.layout))
+    count = min(len(source_blocks), len(target_blocks))
+    spans = lane.spans(source_blocks[:count], target_blocks[:count], ALL_PIECES)
+    size = spans.unit_bytes
+    units = zip(spans.source_units.tolist(), spans.target_units.tolist(), strict=True)
+    for source_unit, target_unit in units:
+        content = source.kv_pool.view[source_unit * size : (source_unit + 1) * size]
+        target.kv_pool.view[target_unit * size : (target_unit + 1) * size] = content
 
 
 def prefill_elsewhere(
@@ -339,8 +367,12 @@ def kv_from_a_peer_is_decoded_as_if_it_were_computed_here(kit: EngineKit) -> Non
         prefill_engine, source_blocks, first_ids = prefill_elsewhere(kit, sequence)
         engine = kit.open()
         required_blocks = engine.required_blocks(sequence)
-        target_blocks = engine.reserve(sequence)
-        assert target_blocks is not None and len(target_blocks) == required_blocks
+        target_blocks = reserve(engine, sequence)
+        assert target_blocks is not None
+        longest = len(sequence.token_ids) + min(ANSWER_TOKENS, kit.limits.growth_tokens)
+        assert required_blocks <= -(-longest // kit.block_tokens), "more than it can grow into"
+        # What it grows into may be reserved with it, or be taken when it grows.
+        assert len(target_blocks) in (kit.blocks_for(sequence), required_blocks)
         assert sequence.published_blocks == 0, "nothing is cached here"
         assert engine.step() == [], "its KV is not here yet"
         copy_blocks(prefill_engine, source_blocks, engine, target_blocks)
@@ -357,7 +389,7 @@ def further_answers_begin_with_a_commit(kit: EngineKit) -> None:
     sequence = kit.sequence("a", sampling)
     prefill_engine, source_blocks, first_ids = prefill_elsewhere(kit, sequence)
     engine = kit.open()
-    target_blocks = engine.reserve(sequence)
+    target_blocks = reserve(engine, sequence)
     assert target_blocks is not None
     copy_blocks(prefill_engine, source_blocks, engine, target_blocks)
     sequence.token_ids.append(first_ids[0])
@@ -377,7 +409,7 @@ def a_cached_prefix_need_not_be_sent_again(kit: EngineKit) -> None:
     engine.add(kit.sequence("first"))
     run(engine)
     sequence = kit.sequence("second")
-    assert engine.reserve(sequence)
+    assert reserve(engine, sequence)
     assert sequence.published_blocks == PROMPT_TOKENS // kit.block_tokens
     engine.release(("second", 0))
     assert_nothing_is_held(engine)
@@ -386,21 +418,22 @@ def a_cached_prefix_need_not_be_sent_again(kit: EngineKit) -> None:
 def a_full_pool_reserves_nothing_until_blocks_are_released(kit: EngineKit) -> None:
     engine = kit.open()
     reserved: list[Sequence] = []
+    all_blocks: list[int] = []
     while True:
         sequence = kit.sequence(f"request {len(reserved)}", seed=len(reserved))
-        blocks = engine.reserve(sequence)
+        blocks = reserve(engine, sequence)
         if blocks is None:
             break
-        assert len(blocks) == engine.required_blocks(sequence)
+        assert len(blocks) in (kit.blocks_for(sequence), engine.required_blocks(sequence))
         reserved.append(sequence)
+        all_blocks += blocks
     assert reserved, "not even one fits"
-    all_blocks = [block for sequence in reserved for block in sequence.blocks]
     assert len(set(all_blocks)) == len(all_blocks), "two sequences have the same block"
     assert all(0 < block <= engine.block_count for block in all_blocks)
     held = sum(blocks_by_attempt(engine).values())
     assert held == len(all_blocks) == engine.statistics()["kv_blocks"]["reserved"]
     engine.release(reserved[0].attempt_key)
-    assert engine.reserve(kit.sequence("later", seed=99)) is not None
+    assert reserve(engine, kit.sequence("later", seed=99)) is not None
     for name in [sequence.attempt_key for sequence in reserved[1:]] + [("later", 0)]:
         engine.release(name)
     assert_nothing_is_held(engine)
@@ -420,7 +453,10 @@ def a_staged_prefix_is_found_once_it_is_cached(kit: EngineKit) -> None:
     engine.observe()
     hashes = sequence.block_hashes
     fetch_key = ("fetch", 0)
-    staged = engine.stage(StagePrefix(fetch_key, hashes, peer_blocks=len(hashes)))
+    token_ids = tuple(sequence.token_ids[: len(hashes) * kit.block_tokens])
+    staged = engine.stage(
+        StagePrefix(fetch_key, hashes, peer_blocks=len(hashes), token_ids=token_ids)
+    )
     assert staged.attempt_key == fetch_key and len(staged.blocks) == len(hashes)
     assert staged.held_blocks == staged.tier_blocks == 0
     assert blocks_by_attempt(engine) == {fetch_key: len(hashes)}
@@ -543,6 +579,12 @@ def grammars_are_compiled_by_other_threads(kit: EngineKit) -> None:
         assert engine.has_grammar(grammar)
 
 
+#: For engines whose pool can have tiers below it.
+TIER_CHECKS: tuple[Callable[[EngineKit], None], ...] = (
+    what_tiers_hold_is_staged_too,
+    a_low_pool_pins_what_tiers_shall_copy,
+)
+#: For every engine.
 CHECKS: tuple[Callable[[EngineKit], None], ...] = (
     grammars_are_compiled_by_other_threads,
     what_peers_and_the_router_ask_is_there,
@@ -561,7 +603,5 @@ CHECKS: tuple[Callable[[EngineKit], None], ...] = (
     a_full_pool_reserves_nothing_until_blocks_are_released,
     a_staged_prefix_is_found_once_it_is_cached,
     a_prefix_for_a_peer_is_pinned_until_its_release,
-    what_tiers_hold_is_staged_too,
-    a_low_pool_pins_what_tiers_shall_copy,
     an_observation_says_what_is_cached_and_what_changed,
 )

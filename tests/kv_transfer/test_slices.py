@@ -44,11 +44,18 @@ class Case:
     groups: tuple[int, int]  #: layers in each
     tokens: int
     seed: int
+    layers_outside: tuple[bool, bool] = (False, False)
+
+    def pool_blocks(self, side: int) -> int:
+        return -(-self.tokens // self.block_tokens[side]) + SPARE
 
     def ends(self, side: int) -> list[LaneEnd]:
         ranks, item = self.ranks[side], np.dtype(KINDS[self.dtype]).itemsize
         shape = self.layers, self.heads // ranks, self.head_dim, self.block_tokens[side]
-        layout = KVLayout(*shape, item, self.dtype, self.groups[side])
+        groups, pool_blocks = self.groups[side], 0
+        if self.layers_outside[side]:
+            groups, pool_blocks = 1, self.pool_blocks(side)
+        layout = KVLayout(*shape, item, self.dtype, groups, pool_blocks)
         return [LaneEnd(layout, rank, ranks) for rank in range(ranks)]
 
     @property
@@ -74,6 +81,7 @@ def cases(draw):
         (draw(st.sampled_from(divisors)), draw(st.sampled_from(divisors))),
         draw(st.integers(1, 600)),
         draw(st.integers(0, 99)),
+        (draw(st.booleans()), draw(st.booleans())),
     )
 
 
@@ -325,7 +333,7 @@ def test_all_ranks_of_a_source_cut_their_blocks_alike(case, times):
         layout = dataclasses.replace(case, ranks=(ranks, 1)).ends(0)[0].layout
         counts.add(piece_count(layout, ranks))
     assert len(counts) == 1
-    groups = case.layers // case.groups[0]
+    groups = case.layers // layout.group_layers
     assert groups % counts.pop() == 0
 
 

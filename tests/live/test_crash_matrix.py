@@ -28,6 +28,7 @@ from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
 from tests.support.fleet import Fleet, Reader, Reference, fleet_of, held, print_report, until
+from tests.support.live import VLLM_PYTHON
 from tests.support.node_process import Nursery
 from tests.support.traps import MOMENTS, Trap, trap_of
 
@@ -82,6 +83,7 @@ class Bench:
         self.model = make(folder / "model", "llama", **WIDE)
         self._reference = Reference(self.model)
         self._fleets = itertools.count()
+        self.tokens = self.differing = 0  #: of answers that were compared; see `right`
         self.expected = cache(self._alone)
 
     def _alone(self, index: int, most: int) -> list[f.Token]:
@@ -96,9 +98,19 @@ class Bench:
         return fleet_of(self.nursery, validated, self.model, folder, **count)
 
     def right(self, request: Request, index: int, most: int) -> bool:
-        return request.finish_reason == "length" and request.answers[0].journal == self.expected(
-            index, most
-        )
+        """Whether the answer is whole, and bit by bit what one engine alone gives.
+
+        vLLM promises no bits: of it the tokens that differ are counted and told, and none may be
+        missing or too many.
+        """
+        journal, expected = request.answers[0].journal, self.expected(index, most)
+        if not VLLM_PYTHON:
+            return request.finish_reason == "length" and journal == expected
+        self.tokens += len(expected)
+        same = [one.id == other.id for one, other in zip(journal, expected, strict=False)]
+        # Behind the first id that differs the answers are two texts.
+        self.differing += len(expected) - (same.index(False) if False in same else len(same))
+        return request.finish_reason == "length" and len(journal) == most
 
 
 #: prompts of long ones, enough that a pool has forgotten the first when the last has come
@@ -125,6 +137,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Be
     finally:
         bench.nursery.close()
         lines = list(bench.notes)
+        if bench.tokens:
+            lines.append(f"{bench.differing} of {bench.tokens} tokens differ from a calm run's")
         if bench.rows:
             lines += [table(bench.rows), json.dumps([row.values() for row in bench.rows])]
         print_report(request, *lines)
@@ -253,7 +267,9 @@ def _cells(transport: str, homes: tuple[str, ...] = HOMES) -> list[Cell]:
     return [Cell(transport, home, fault) for home in homes for fault in FAULTS]
 
 
-def _only_here(transport: str) -> None:
+def _only_here(transport: str, ranks: int = 1) -> None:
+    if VLLM_PYTHON and (transport == "shm" or ranks > 1):
+        pytest.skip("vLLM behind Diptych has one rank and a pool that no other process can map")
     if transport == "nixl":
         pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
 
@@ -385,7 +401,9 @@ async def _leave(fleet: Fleet, expected: Answers, draw: random.Random) -> str:
     with suppress(TimeoutError):
         async with asyncio.timeout(patience.get(stage)):
             await read()
-    assert answer.journal == expected(index)[: len(answer.journal)], (request.id, request.failures)
+    if not VLLM_PYTHON:  # whose bits depend on what is computed beside them; see `Bench.right`
+        seen = answer.journal, expected(index)[: len(answer.journal)]
+        assert seen[0] == seen[1], (request.id, request.failures)
     if request.finish_reason:
         return "stayed"
     return {0: "no token", 1: "first token"}.get(len(answer.journal), "more tokens")
@@ -423,7 +441,7 @@ async def _leavers(bench: Bench, transport: str, ranks: int, count: int) -> Coun
 def test_clients_that_leave_at_any_moment_leave_no_block_behind(
     bench: Bench, transport: str, ranks: int, count: int
 ) -> None:
-    _only_here(transport)
+    _only_here(transport, ranks)
     seen = asyncio.run(_leavers(bench, transport, ranks, count))
     bench.notes.append(f"{transport}, TP {ranks} -> 1: {count} left: {dict(seen)}")
     assert min(seen[what] for what in ("no token", "first token", "more tokens")) > 0

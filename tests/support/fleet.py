@@ -24,13 +24,16 @@ from diptych.cluster.gateway.attempt.plane import Plane
 from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
 from diptych.cluster.wire.connection import FrameConnection, FrameListener
 from diptych.engine.engine import Engine, EngineOptions
+from diptych.engine.engine_like import EngineLike
 from diptych.engine.scheduler import SchedulerLimits
-from diptych.engine.sequence import Sequence
+from diptych.engine.sequence import Sequence, SequenceOutput
 from diptych.protos import frames as f
 
+from .live import VLLM_PYTHON
 from .node_process import Nursery, Order
 
 GATEWAY, ATTEMPTS, PLACE_S = "gateway", 8, 30.0
+START_S = 120.0 if VLLM_PYTHON else 30.0  #: vLLM's imports alone take 6 s of a core
 Pair = tuple[str | None, str]  #: (prefill, decode); None: the decode worker computes the prompt
 
 
@@ -153,7 +156,7 @@ class Fleet:
     def of(self, home: str) -> list[f.WorkerCard]:
         return [card for card in self.router.cards.values() if card.pool == home]
 
-    async def ready(self, seconds: float = 30.0, **count: int) -> None:
+    async def ready(self, seconds: float = START_S, **count: int) -> None:
         """As many workers of each pool are in, and talk to the gateway."""
 
         def there() -> bool:
@@ -237,15 +240,20 @@ class Fleet:
 async def fleet_of(
     nursery: Nursery, config: ClusterConfig, model: Path, folder: Path, **count: int
 ) -> AsyncGenerator[Fleet, None]:
-    """`count` workers of each pool, ready."""
+    """`count` workers of each pool, ready. They compute with vLLM where the tests are told to."""
     folder.mkdir()
+    if VLLM_PYTHON:
+        config = ClusterConfig.model_validate(config.model_dump() | {"engine": {"kind": "vllm"}})
     fleet = Fleet(nursery, config, model, folder)
     await fleet.open()
     try:
         for home, number in count.items():
             for _ in range(number):
                 fleet.start(home)
-        await fleet.ready(**count)
+        await fleet.ready(START_S, **count)
+        if VLLM_PYTHON:
+            kernels = [one["engine"]["kernels"] for one in (await fleet.everyone()).values()]
+            assert all(name.startswith("vllm:") for name in kernels), kernels
         yield fleet
     finally:
         await fleet.close()
@@ -292,13 +300,24 @@ class Reference:
     """What one engine alone answers, in this process."""
 
     def __init__(self, model: Path) -> None:
-        self._engine = Engine(EngineOptions(model, kv_bytes=64 << 20, limits=SchedulerLimits()))
+        options = EngineOptions(model, kv_bytes=64 << 20, limits=SchedulerLimits())
+        self._engine: EngineLike
+        if VLLM_PYTHON:
+            from diptych.engine.vllm.engine import VllmEngine
+
+            self._engine = VllmEngine(options)
+        else:
+            self._engine = Engine(options)
         self._serial = itertools.count()
 
     def answer(self, ids: list[int], sampling: f.Sampling) -> list[f.Token]:
         seq = Sequence((f"r{next(self._serial)}", 0), list(ids), len(ids), sampling)
         self._engine.add(seq)
-        tokens = []
-        while outputs := self._engine.step() or self._engine.scheduler.prefilling:
-            tokens += [one.token for one in outputs if getattr(one, "token", None)]
-        return tokens
+        tokens: list[f.Token] = []
+        while True:
+            outputs = self._engine.step()
+            tokens += [
+                one.token for one in outputs if isinstance(one, SequenceOutput) and one.token
+            ]
+            if not outputs and self._engine.idle():
+                return tokens

@@ -19,7 +19,9 @@ from typing import Any
 import httpx
 
 BIN = Path(sys.executable).parent
-START_S, STOP_S = 150.0, 60.0
+#: The python with vLLM, if the clusters of these tests are to compute with it (`make test-vllm`).
+VLLM_PYTHON = os.environ.get("DIPTYCH_TEST_VLLM_PYTHON")
+START_S, STOP_S = 400.0 if VLLM_PYTHON else 150.0, 60.0
 
 
 def free_port() -> int:
@@ -110,6 +112,8 @@ def running(
     http, grpc, admin, admin_grpc = (free_port() for _ in range(4))
     command = [str(BIN / "diptych"), "serve", *arguments]
     command += ["--port", str(http), "--grpc-port", str(grpc)]
+    if VLLM_PYTHON:
+        command += ["--engine", "vllm", "--set", f"engine.python={VLLM_PYTHON}"]
     command += ["--set", f"control.port={admin}", "--set", f"control.grpc_port={admin_grpc}"]
     with log.open("w") as out:
         process = subprocess.Popen(

@@ -102,18 +102,18 @@ def _key_of(grammar: Grammar) -> bytes:
 
 def _make_compiler(setup: bytes) -> Callable[[bytes], bytes]:
     """Read the checkpoint, and return what compiles a grammar for it. This runs in a process."""
+    from ....engine.checkpoint_facts import read_facts
     from ....engine.grammar import GrammarCompiler
-    from ....engine.spec import read_spec
 
     folder = Path(json.loads(setup))
-    spec = read_spec(folder)
-    compiler = GrammarCompiler(folder, spec.vocab, spec.eos_ids)
+    facts = read_facts(folder)
+    compiler = GrammarCompiler(folder, facts.vocabulary, facts.end_ids)
     # What reads the tokenizer, and takes threads, memory and time of its own.
     compiler.prepare(Grammar("json_object"))
 
     def compile_grammar(request: bytes) -> bytes:
         grammar = msgspec.msgpack.decode(request, type=Grammar)
-        compiler.matcher(grammar, spec.eos_ids)
+        compiler.matcher(grammar, facts.end_ids)
         return b""
 
     return compile_grammar

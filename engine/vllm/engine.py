@@ -1,0 +1,897 @@
+"""vLLM as an `EngineLike`: its scheduler, models and kernels, our sampling, pins and block names.
+
+Main path, `step()`: vLLM plans and computes one step. In the middle of it vLLM calls the hooks here
+(`hooks.VllmHooks`): when it plans, when a layer's KV is in the pool, when ids are to be drawn. What
+it has sampled is then booked in our sequences, and delivered.
+
+A block that a transfer reads is pinned here, with a reference of our own in vLLM's block pool: so
+vLLM may preempt or end its request at any time, and the bytes stay as they are until `release`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...kv_transfer.identity import block_hashes, partition_salt
+from ...kv_transfer.slices import piece_count
+from ...kv_transfer.statistics import Histogram
+from ...protos.frames import AttemptKey, Grammar, ScoredToken, Token
+from ..checkpoint_facts import read_facts
+from ..commands import BlocksReserved, EngineObservation, PrefixStaged, StagePrefix
+from ..engine import PREEMPTION_BOUNDS, STEP_ROWS_BOUNDS, STEP_SECONDS_BOUNDS, no_tier_blocks
+from ..engine_like import ReportProgress, StepEvent
+from ..errors import InvalidRequest
+from ..grammar import GrammarCompiler
+from ..options import EngineOptions, SchedulerLimits
+from ..sampler import SamplingFault, sample_tokens
+from ..sequence import BlocksFilled, Sequence, SequenceOutput
+from ..spec import fingerprint
+from .hooks import HOOKS, REQUEST_ID
+from .hosted_request import HostedRequest, RequestState, request_id_of
+from .pool import VllmPool, describe_format
+from .prefix_names import PrefixNames
+from .self_test import check_moved_blocks
+from .start import check_version, start_core
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.request import Request
+
+#: Steps that a reservation waits for: blocks may be there although the first step gives none, as
+#: its budget of tokens was spent on a prompt. Then the pool is too full.
+RESERVE_STEPS = 3
+GROWTH_RESERVE_SHARE = 16  #: One block in so many is left to answers that grow.
+BACKGROUND_PRIORITY = 1 << 40  #: Added to the priority of what is late; a lower one goes first.
+RESERVE_PRIORITY = -1  #: A reservation costs no computing, so it goes before all prompts.
+
+
+def open_vllm(options: EngineOptions, progress: ReportProgress | None = None) -> VllmEngine:
+    """Loads the model into vLLM, and checks that blocks can be moved (`self_test.py`).
+
+    Raises what `VllmEngine` raises, and EngineError where moved blocks give another answer.
+    """
+    engine = VllmEngine(options, progress)
+    if progress:
+        progress("self test", 1.0)
+    check_moved_blocks(engine, read_facts(options.model_folder).vocabulary)
+    engine.reset_counters()
+    return engine
+
+
+@dataclass(slots=True)
+class PinnedBlocks:
+    """Blocks that hold a reference of ours, and how many of the leading ones were cached before."""
+
+    blocks: list[KVCacheBlock]
+    held_blocks: int = 0
+    command: StagePrefix | None = None  #: What they were staged for; None: a transfer reads them.
+
+
+class VllmEngine:
+    """An `EngineLike` that hosts vLLM. One thread owns it (`loop.EngineThread`)."""
+
+    def __init__(self, options: EngineOptions, progress: ReportProgress | None = None) -> None:
+        """Loads the model into vLLM; `progress(what, share)` follows.
+
+        Raises what `errors.py` lists, and `start.VllmUnavailable`.
+        """
+        self.options = options
+        self._name = uuid.uuid4().hex
+        HOOKS[self._name] = self
+        if progress:
+            progress("vLLM starts", 0.0)
+        self._registered_pools: list[VllmPool] = []
+        self._layer_numbers: dict[str, int] = {}
+        self._core = start_core(options, self._name)
+        self._connector = _take_worker_connector()
+        if progress:
+            progress("vLLM has the weights", 1.0)
+        # vLLM has registered its KV cache while it started.
+        (self.kv_pool,) = self._registered_pools
+        scheduler: Any = self._core.scheduler
+        self._scheduler = scheduler
+        scheduler.kv_event_publisher = self  # `publish` below gets the events of each step
+        self._block_pool = scheduler.kv_cache_manager.block_pool
+        layout = self.kv_pool.layout
+        model = self._core.vllm_config.model_config
+        self.max_model_len: int = min(
+            model.max_model_len, self.block_count * options.limits.block_tokens
+        )
+        self._salt = fingerprint(options.model_folder)
+        self.compatibility = layout.compatibility(
+            describe_format(layout, self._format_parts()) + self._salt
+        )
+        self.piece_count = piece_count(layout, ranks=1)
+        self.exact = False  # vLLM promises no bits that do not depend on the batch
+        facts = read_facts(options.model_folder)
+        self._grammars = GrammarCompiler(options.model_folder, facts.vocabulary, facts.end_ids)
+        self.announce_filled: Callable[[list[BlocksFilled]], None] = lambda filled: None
+        self.count_tier_blocks: Callable[[list[bytes]], int] = no_tier_blocks
+
+        self._requests: dict[str, HostedRequest] = {}  #: By vLLM's id, until nothing holds blocks.
+        self._pinned: dict[AttemptKey, PinnedBlocks] = {}  #: That transfers of attempts read.
+        self._staged: dict[AttemptKey, PinnedBlocks] = {}
+        self._names = PrefixNames(options.limits.block_tokens)
+        self._arrived: set[str] = set()  #: To be reported to vLLM in the next step.
+        self._answers: list[StepEvent] = []  #: To be delivered by the step that runs, or the next.
+        #: Blocks that this step fills, by attempt: (first block, blocks).
+        self._filling: list[tuple[AttemptKey, int, list[int]]] = []
+        self._drawing: set[str] = set()  #: Requests whose ids are all computed after this step.
+        self._step_prefill_tokens = 0
+        self._step_rows = 0
+
+        self.reset_counters()
+
+    def reset_counters(self) -> None:
+        """Begins to count anew: what the self test computed was nobody's."""
+        self._steps = 0
+        self._preemptions = 0
+        self._prefill_tokens = 0
+        self._prefill_s = 0.0
+        self._decode_steps = 0
+        self._decode_s = 0.0
+        self._step_s = {
+            "prefill": Histogram(STEP_SECONDS_BOUNDS),
+            "decode": Histogram(STEP_SECONDS_BOUNDS),
+        }
+        self._step_tokens = Histogram(STEP_ROWS_BOUNDS)
+        self._request_preemptions = Histogram(PREEMPTION_BOUNDS)
+
+    def _format_parts(self) -> list[str]:
+        """Returns what decides how vLLM's backend orders the numbers inside of a block."""
+        config = self._core.vllm_config
+        parts = [check_version(), str(config.cache_config.cache_dtype)]
+        parts.append(str(config.cache_config.kv_cache_layout))
+        context = config.compilation_config.static_forward_context
+        for name in self._layer_numbers:
+            layer = context[name]
+            backend = layer.get_attn_backend().get_name()
+            parts.append(f"{backend}:{getattr(layer, 'isa', _cpu_isa(config, layer))}")
+        return sorted(set(parts))
+
+    @property
+    def rank_sockets(self) -> list[Any]:
+        return []
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return self.options.limits
+
+    @property
+    def cores(self) -> tuple[int, ...]:
+        return self.options.cores
+
+    @property
+    def block_count(self) -> int:
+        """Blocks that sequences can use: all but vLLM's null block."""
+        return int(self._block_pool.num_gpu_blocks) - 1
+
+    @property
+    def growth_reserve_blocks(self) -> int:
+        """Blocks that newcomers leave to answers that grow."""
+        return self.block_count // GROWTH_RESERVE_SHARE
+
+    def close(self) -> None:
+        """Ends vLLM."""
+        HOOKS.pop(self._name, None)
+        self._core.shutdown()
+
+    # ---- sequences ---------------------------------------------------------------------------
+
+    def has_grammar(self, grammar: Grammar) -> bool:
+        """Returns whether the grammar is compiled, so that sampling need not do it. Any thread."""
+        return self._grammars.is_prepared(grammar)
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Compiles the grammar, in the calling thread's time. Any thread."""
+        self._grammars.prepare(grammar)
+
+    def add(self, sequence: Sequence) -> None:
+        """Prefills the sequence, then decodes it (or holds its blocks, if it stops there)."""
+        self._start(sequence, RequestState.WAITING, len(sequence.token_ids))
+
+    def reserve(self, sequence: Sequence) -> BlocksReserved | None:
+        """Asks vLLM for blocks for KV that is going to arrive.
+
+        Returns None: vLLM gives blocks in a step, and the answer is among that step's events. It
+        returns a refusal at once where the pool is too full for the sequence and its growth.
+        """
+        needed = self.required_blocks(sequence)
+        if self._requests:
+            needed += self.growth_reserve_blocks
+        # Blocks of what was given up come back with the next step.
+        coming = sum(
+            len(request.blocks)
+            for request in self._requests.values()
+            if request.state is RequestState.ABORTED
+        )
+        if needed > self._block_pool.get_num_free_blocks() + coming:
+            return BlocksReserved(sequence.attempt_key, None)
+        self._start(sequence, RequestState.RESERVING, len(sequence.token_ids))
+        return None
+
+    def required_blocks(self, sequence: Sequence) -> int:
+        """Returns the blocks that the sequence takes for its ids and a growth allowance."""
+        length = len(sequence.token_ids)
+        if sequence.stop_after_first:
+            return self._blocks_for(length)
+        tokens_left = sequence.sampling.max_tokens - sequence.generated_tokens
+        return self._blocks_for(length + min(tokens_left, self.limits.growth_tokens))
+
+    def commit(
+        self,
+        sequence: Sequence,
+        other_answers: tuple[tuple[int, int], ...] = (),
+        *,
+        first_answer_ended: bool = False,
+        waited_s: float = 0.0,
+    ) -> None:
+        """Decodes a sequence whose KV has arrived.
+
+        `other_answers`: (index, first id) of further answers to its prompt. `first_answer_ended`:
+        the sequence itself ended with its first id. `waited_s`: since that id was sent.
+        """
+        request_id = request_id_of(sequence.attempt_key, 0)
+        request = self._requests.get(request_id)
+        if request is None or request.state is not RequestState.RECEIVING:
+            return  # it was released in the meantime
+        sequence.waited_s = waited_s
+        request.state = RequestState.WAITING
+        request.received = True
+        request.sequence = sequence
+        self._arrived.add(request_id)
+        for index, first_id in other_answers:
+            fork = sequence.fork(index)
+            fork.token_ids.append(first_id)
+            # It begins when vLLM has cached the blocks that have arrived: then it shares them.
+            request.waiting_forks.append(fork)
+        if first_answer_ended:
+            # It goes on until vLLM has taken note of the arrival, and caches its blocks.
+            sequence.grammar_complete = True
+
+    def release(self, attempt_key: AttemptKey) -> None:
+        """Ends a sequence wherever it is. Its blocks are free after the next step at the latest."""
+        for request in self._requests_of(attempt_key):
+            self._give_up(request)
+        for pins in (self._pinned.pop(attempt_key, None), self._staged.pop(attempt_key, None)):
+            if pins is not None:
+                self._unpin(pins.blocks)
+
+    def _give_up(self, request: HostedRequest) -> None:
+        """Has vLLM end a request; one whose blocks a transfer wrote keeps them until the step."""
+        request_id = request.request_id
+        match request.state:
+            case RequestState.HELD:
+                self._forget(request)
+            case RequestState.RECEIVING:
+                self._core.abort_requests([request_id])
+                request.state = RequestState.ABORTED
+                self._arrived.add(request_id)
+            case RequestState.ABORTED:
+                pass
+            case RequestState.WAITING | RequestState.RESERVING:
+                self._core.abort_requests([request_id])
+                if request_id in self._arrived:  # vLLM waits to hear that the KV has arrived
+                    request.state = RequestState.ABORTED
+                else:
+                    self._forget(request)
+
+    def _start(self, sequence: Sequence, state: RequestState, start_tokens: int) -> None:
+        """Makes vLLM's request for a sequence, of which the first `start_tokens` ids are prompt."""
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        request = HostedRequest(sequence, state, start_tokens)
+        request_id = request.request_id
+        sampling = sequence.sampling
+        tokens_left = sequence.prompt_tokens + sampling.max_tokens - start_tokens
+        parameters = SamplingParams(
+            temperature=0.0,
+            max_tokens=1 if sequence.stop_after_first else max(1, tokens_left),
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=self._prompt_logprobs(sequence, state),
+            extra_args={REQUEST_ID: request_id},
+        )
+        priority = int(1e3 * (sequence.deadline_s or time.monotonic()))
+        if state is RequestState.RESERVING:
+            priority = RESERVE_PRIORITY
+        elif sequence.background:
+            priority += BACKGROUND_PRIORITY
+        asked = EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=list(sequence.token_ids[:start_tokens]),
+            mm_features=None,
+            sampling_params=parameters,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=sequence.cache_partition.hex() or None,
+            data_parallel_rank=None,
+            priority=priority,
+        )
+        vllm_request, wave = self._core.preprocess_add_request(asked)
+        request.vllm_request = vllm_request
+        self._requests[request_id] = request
+        self._names.learn(0, vllm_request.block_hashes, sequence.block_hashes)
+        self._core.add_request(vllm_request, wave)
+
+    def _prompt_logprobs(self, sequence: Sequence, state: RequestState) -> int | None:
+        """Returns how many logprobs of each prompt id vLLM is to compute, or None.
+
+        Only the first answer computes its prompt; where the KV arrives nobody does, and vLLM would
+        compute the prompt again to give them.
+        """
+        if state is RequestState.RESERVING or sequence.answer_index > 0:
+            return None
+        if sequence.prompt_logprobs_sent >= sequence.prompt_tokens:
+            return None
+        return sequence.sampling.prompt_logprobs
+
+    def _requests_of(self, attempt_key: AttemptKey) -> list[HostedRequest]:
+        return [
+            request
+            for request in self._requests.values()
+            if request.sequence.attempt_key == attempt_key
+        ]
+
+    def _forget(self, request: HostedRequest) -> None:
+        """Drops a request that vLLM has ended."""
+        self._requests.pop(request.request_id, None)
+        self._names.forget_uncached(request.vllm_request.block_hashes)
+        self._drawing.discard(request.request_id)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.limits.block_tokens)
+
+    # ---- hooks of vLLM -----------------------------------------------------------------------
+
+    def register_pool(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Takes the pool's memory, while vLLM starts."""
+        self._registered_pools.append(VllmPool(kv_caches, self.options.limits.block_tokens))
+        self._layer_numbers = {name: number for number, name in enumerate(kv_caches)}
+
+    def expected_tokens(self, request_id: str, cached_tokens: int) -> int:
+        """Returns how many ids behind the cached ones have KV that is going to arrive."""
+        request = self._requests[request_id]
+        if request.state is not RequestState.RESERVING:
+            return 0
+        return request.start_tokens - cached_tokens
+
+    def blocks_allocated(self, request_id: str, blocks: list[int], arriving_tokens: int) -> None:
+        """Answers a reservation: vLLM has given it blocks."""
+        request = self._requests[request_id]
+        if not arriving_tokens or request.state is not RequestState.RESERVING:
+            return
+        request.state = RequestState.RECEIVING
+        request.blocks = list(blocks)
+        held_tokens = request.start_tokens - arriving_tokens
+        request.sequence.published_blocks = held_tokens // self.limits.block_tokens
+        request.sequence.hit_tokens = held_tokens
+        self._answers.append(
+            BlocksReserved(
+                request.sequence.attempt_key, list(blocks), request.sequence.published_blocks
+            )
+        )
+
+    def step_scheduled(self, scheduler_output: Any) -> None:
+        """Takes note of what this step computes, and which blocks it fills for transfers."""
+        computed_tokens = {
+            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
+        }
+        first_time = set(computed_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        computed_tokens.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._drawing.clear()
+        self._filling.clear()
+        self._step_prefill_tokens = 0
+        self._step_rows = scheduler_output.total_num_scheduled_tokens
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            computed = computed_tokens[request_id]
+            end = computed + count
+            request.computed_tokens = end
+            if request_id in first_time and not request.received:
+                request.sequence.hit_tokens = min(computed, request.sequence.prompt_tokens)
+            if end >= request.next_position:
+                self._drawing.add(request_id)
+            if not request.received:
+                prompt_end = min(end, request.start_tokens)
+                self._step_prefill_tokens += max(0, prompt_end - computed)
+            if request.sequence.stop_after_first:
+                self._note_filling(request, end)
+
+    def _note_filling(self, request: HostedRequest, end: int) -> None:
+        """Pins the blocks of a prompt that are final after this step, whose first `end` ids are.
+
+        Cached blocks are among them too: another prompt of the same step may still compute them.
+        """
+        sequence = request.sequence
+        final = end // self.limits.block_tokens
+        if end >= request.start_tokens:
+            final = self._blocks_for(request.start_tokens)
+        first = sequence.filled_blocks
+        if final <= first:
+            return
+        manager = self._scheduler.kv_cache_manager
+        (block_ids,) = manager.get_block_ids(request.request_id)
+        request.blocks = list(block_ids)
+        numbers = request.blocks[first:final]
+        blocks = [self._block_pool.blocks[number] for number in numbers]
+        self._block_pool.touch(blocks)
+        self._pinned.setdefault(sequence.attempt_key, PinnedBlocks([])).blocks.extend(blocks)
+        sequence.filled_blocks = final
+        self._filling.append((sequence.attempt_key, first, numbers))
+
+    def layer_saved(self, layer_name: str) -> None:
+        """Announces blocks of which the last layer of a piece is in the pool."""
+        if not self._filling:
+            return
+        piece_layers = self.kv_pool.layout.layers // self.piece_count
+        done, rest = divmod(self._layer_numbers[layer_name] + 1, piece_layers)
+        if rest == 0:
+            self.announce_filled(
+                [BlocksFilled(key, first, blocks, done - 1) for key, first, blocks in self._filling]
+            )
+
+    def arrived_requests(self) -> set[str]:
+        """Returns the requests whose blocks no transfer writes any more, once each."""
+        arrived, self._arrived = self._arrived, set()
+        for request_id in arrived:
+            request = self._requests[request_id]
+            if request.state is RequestState.ABORTED:
+                self._forget(request)
+        return arrived
+
+    def sample(self, logits: torch.Tensor, request_ids: dict[int, str]) -> None:
+        """Draws the next id of each request whose ids are all computed, and forces it on vLLM."""
+        rows: list[int] = []
+        sequences: list[Sequence] = []
+        for row in range(len(logits)):
+            request = self._requests.get(request_ids.get(row, ""))
+            if request is None or request.request_id not in self._drawing:
+                continue
+            forced_id = request.forced_id
+            if forced_id is not None:
+                _leave_only(logits, row, forced_id)
+                continue
+            rows.append(row)
+            sequences.append(request.sequence)
+        if not rows:
+            return
+        # One copy of the chosen rows: `_leave_only` writes into `logits` while they are read.
+        tokens = sample_tokens(logits[rows], sequences, self._grammars)
+        for row, token in zip(rows, tokens, strict=True):
+            request = self._requests[request_ids[row]]
+            request.drawn = token
+            self._draw_further(request, logits[row])
+            if isinstance(token, Token):
+                _leave_only(logits, row, token.id)
+
+    def _draw_further(self, request: HostedRequest, row: torch.Tensor) -> None:
+        """Draws the first ids of the further answers to a prompt, from the same logits."""
+        sequence = request.sequence
+        if not sequence.further_answers:
+            return
+        forks = [sequence.fork(index) for index in range(1, sequence.sampling.n)]
+        logits = row.repeat(len(forks), 1)
+        drawn = sample_tokens(logits, forks, self._grammars)
+        request.drawn_further = {
+            fork.answer_index: token for fork, token in zip(forks, drawn, strict=True)
+        }
+
+    # ---- vLLM's events of its prefix cache ---------------------------------------------------
+
+    def publish(self, batch: Any) -> None:
+        """Takes vLLM's events of stored and removed blocks, once a step."""
+        self._take_cache_events(batch.events)
+
+    def shutdown(self) -> None:
+        """For vLLM, which ends its publisher of events."""
+
+    def _take_cache_events(self, events: Iterable[Any]) -> None:
+        from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
+
+        for event in events:
+            match event:
+                case BlockStored():
+                    for their_hash in event.block_hashes:
+                        self._names.record_stored(their_hash)
+                case BlockRemoved():
+                    for their_hash in event.block_hashes:
+                        # vLLM may have the same content in a second block.
+                        if self._block_pool.get_cached_block(their_hash, [0]) is None:
+                            self._names.record_removed(their_hash)
+                case AllBlocksCleared():
+                    self._names.clear()
+
+    # ---- stepping ----------------------------------------------------------------------------
+
+    def step(self) -> list[StepEvent]:
+        """Has vLLM compute one step; returns what came of it. Any exception ends the worker."""
+        if not self._scheduler.has_requests():
+            return self._take_answers()
+        _give_worker_connector(self._connector)
+        began = time.perf_counter()
+        outputs_by_client, computed = self._core.step_fn()
+        self._core.post_step(computed)
+        if computed:
+            self._account(time.perf_counter() - began)
+        self._refuse_overdue_reservations()
+        events = self._take_answers()
+        for outputs in (outputs_by_client or {}).values():
+            for output in outputs.outputs:
+                events += self._book(output)
+        return events
+
+    def _take_answers(self) -> list[StepEvent]:
+        answers, self._answers = self._answers, []
+        return answers
+
+    def idle(self) -> bool:
+        """True if, after a step without outputs, no other step has work before a command."""
+        if self._arrived or self._answers or self._scheduler.finished_req_ids:
+            return False
+        waiting = (RequestState.RECEIVING, RequestState.HELD)
+        return all(request.state in waiting for request in self._requests.values())
+
+    def _refuse_overdue_reservations(self) -> None:
+        """Gives up reservations for which vLLM found no blocks in a few steps."""
+        for request in list(self._requests.values()):
+            if request.state is not RequestState.RESERVING:
+                continue
+            request.waited_steps += 1
+            if request.waited_steps >= RESERVE_STEPS:
+                self._give_up(request)
+                self._answers.append(BlocksReserved(request.sequence.attempt_key, None))
+
+    def _account(self, seconds: float) -> None:
+        """Counts a step in which vLLM computed something."""
+        self._steps += 1
+        self._step_tokens.observe(self._step_rows)
+        if self._step_prefill_tokens:
+            self._prefill_tokens += self._step_prefill_tokens
+            self._prefill_s += seconds
+            self._step_s["prefill"].observe(seconds)
+        else:
+            self._decode_steps += 1
+            self._decode_s += seconds
+            self._step_s["decode"].observe(seconds)
+
+    def _book(self, output: EngineCoreOutput) -> list[StepEvent]:
+        """Moves a sequence on by what vLLM sampled for it; returns what to deliver."""
+        request = self._requests.get(output.request_id)
+        if request is None:
+            return []
+        sequence = request.sequence
+        if not output.new_token_ids:
+            if not output.finished:
+                return []
+            self._forget(request)
+            reason = f"vLLM ended the request: {output.finish_reason}"
+            return [SequenceOutput(sequence.attempt_key, error=reason)]
+        was_forced = request.forced_id is not None
+        request.sampled_tokens += 1
+        if was_forced:
+            forks, request.waiting_forks = request.waiting_forks, []
+            for fork in forks:
+                self._start(fork, RequestState.WAITING, fork.prompt_tokens)
+            # An answer that ended with the id that it arrived with is here for its blocks only.
+            if sequence.finish_reason() is not None:
+                self._end(request)
+            return []
+        drawn, request.drawn = request.drawn, None
+        assert drawn is not None, "vLLM sampled an id that was not drawn here"
+        further, request.drawn_further = request.drawn_further, {}
+        scores = _prompt_scores(sequence, output.new_prompt_logprobs_tensors)
+        events = self._book_token(sequence, drawn, scores)
+        self._name_new_blocks(request)
+        finished = sequence.finish_reason() is not None or output.finished
+        if finished or sequence.stop_after_first or isinstance(drawn, SamplingFault):
+            self._end(request)
+        for index, first in further.items():
+            events += self._book_further(sequence, index, first)
+        return events
+
+    def _book_token(
+        self,
+        sequence: Sequence,
+        token: Token | SamplingFault,
+        prompt_scores: list[ScoredToken] | None = None,
+    ) -> list[StepEvent]:
+        """Appends a token to its sequence, or ends that by a fault; returns what to deliver."""
+        if isinstance(token, SamplingFault):
+            return [
+                SequenceOutput(
+                    sequence.attempt_key,
+                    error=token.reason,
+                    answer_index=sequence.answer_index,
+                    request_at_fault=not token.model_damaged,
+                )
+            ]
+        offset = sequence.generated_tokens
+        sequence.token_ids.append(token.id)
+        finish_reason = sequence.finish_reason()
+        if finish_reason is None and len(sequence.token_ids) >= self.max_model_len:
+            finish_reason = "length"
+        return [
+            SequenceOutput(
+                sequence.attempt_key,
+                offset,
+                token,
+                finish_reason,
+                hit_tokens=sequence.hit_tokens,
+                prompt_logprobs=prompt_scores or [],
+                answer_index=sequence.answer_index,
+            )
+        ]
+
+    def _book_further(
+        self, sequence: Sequence, index: int, first: Token | SamplingFault
+    ) -> list[StepEvent]:
+        """Begins a further answer with its first token; on a prefill worker it ends with that."""
+        fork = sequence.fork(index)
+        events = self._book_token(fork, first)
+        goes_on = isinstance(first, Token) and fork.finish_reason() is None
+        if goes_on and not sequence.stop_after_first:
+            self._start(fork, RequestState.WAITING, fork.prompt_tokens)
+        return events
+
+    def _end(self, request: HostedRequest) -> None:
+        """Ends a request in vLLM, if vLLM has not; pinned blocks stay for their transfer."""
+        sequence = request.sequence
+        self._preemptions += request.vllm_request.num_preemptions
+        self._request_preemptions.observe(request.vllm_request.num_preemptions)
+        self._core.abort_requests([request.request_id])  # one that has ended is ignored
+        if sequence.stop_after_first and sequence.attempt_key in self._pinned:
+            request.state = RequestState.HELD
+        else:
+            self._forget(request)
+
+    def _name_new_blocks(self, request: HostedRequest) -> None:
+        """Goes on with the chain of content hashes into the ids that were sampled."""
+        sequence = request.sequence
+        their_hashes = request.vllm_request.block_hashes
+        block = self.limits.block_tokens
+        known = len(sequence.block_hashes)
+        for index in range(known, len(their_hashes)):
+            ids = sequence.token_ids[index * block : (index + 1) * block]
+            parent = partition_salt(self._salt, sequence.cache_partition)
+            if index:
+                parent = sequence.block_hashes[index - 1]
+            sequence.block_hashes += block_hashes(ids, parent, block)
+        self._names.learn(known, their_hashes[known:], sequence.block_hashes[known:])
+
+    # ---- cached prefixes ---------------------------------------------------------------------
+
+    def stage(self, command: StagePrefix) -> PrefixStaged:
+        """Pins what the pool holds of a prefix, and takes blocks for what a peer may bring."""
+        cached = self._cached_blocks(command.hashes)
+        held_blocks = len(cached)
+        nothing = PrefixStaged(command.attempt_key, [], held_blocks)
+        wanted = 0
+        if command.pin_only:
+            wanted = held_blocks
+        elif command.peer_blocks > held_blocks:
+            wanted = command.peer_blocks
+        missing = wanted - held_blocks
+        if not wanted or command.attempt_key in self._staged:
+            return nothing
+        self._block_pool.touch(cached)
+        if missing > self._block_pool.get_num_free_blocks() - self.growth_reserve_blocks:
+            self._unpin(cached)
+            return nothing
+        blocks = cached + (self._block_pool.get_new_blocks(missing) if missing else [])
+        self._staged[command.attempt_key] = PinnedBlocks(blocks, held_blocks, command)
+        return PrefixStaged(command.attempt_key, [block.block_id for block in blocks], held_blocks)
+
+    def _cached_blocks(self, hashes: list[bytes]) -> list[KVCacheBlock]:
+        """Returns the blocks of the leading contents that are cached."""
+        blocks: list[KVCacheBlock] = []
+        for our_hash in hashes:
+            their_hash = self._names.their_hash(our_hash)
+            found = their_hash and self._block_pool.get_cached_block(their_hash, [0])
+            if not found:
+                break
+            blocks.append(found[0])
+        return blocks
+
+    def cache_staged(self, attempt_key: AttemptKey, block_count: int) -> None:
+        """Caches the first `block_count` staged blocks of this key and releases the others."""
+        staged = self._staged.pop(attempt_key, None)
+        if staged is None:
+            return
+        command = staged.command
+        if command is not None and command.token_ids and block_count > staged.held_blocks:
+            block = self.limits.block_tokens
+            carrier = self._carrier(command, block_count * block)
+            self._names.learn(0, carrier.block_hashes, command.hashes)
+            self._block_pool.cache_full_blocks(
+                request=carrier,
+                blocks=staged.blocks,
+                num_cached_blocks=staged.held_blocks,
+                num_full_blocks=block_count,
+                block_size=block,
+                kv_cache_group_id=0,
+            )
+        self._unpin(staged.blocks)
+        self._take_cache_events(self._scheduler.kv_cache_manager.take_events())
+
+    def _carrier(self, command: StagePrefix, tokens: int) -> Request:
+        """Makes a request that is never computed: vLLM names blocks by the request that has them."""
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        return Request(
+            request_id=f"staged {command.attempt_key}",
+            prompt_token_ids=list(command.token_ids[:tokens]),
+            sampling_params=SamplingParams(max_tokens=1),
+            pooling_params=None,
+            cache_salt=command.cache_partition.hex() or None,
+            block_hasher=self._core.request_block_hasher,
+        )
+
+    def _unpin(self, blocks: list[KVCacheBlock]) -> None:
+        """Takes our references back; of a prefix the last block is the first to be evicted."""
+        self._block_pool.free_blocks(reversed(blocks))
+
+    def pin_for_demotion(self) -> list[tuple[int, bytes]]:
+        """Returns nothing: tiers below vLLM's pool are refused when the worker is configured."""
+        return []
+
+    def finish_demotion(self, block: int, copied: bool) -> None:
+        """Never called, as nothing is pinned for a demotion."""
+        raise InvalidRequest("vLLM's pool has no tiers below it")
+
+    # ---- what others see ---------------------------------------------------------------------
+
+    def observe(self) -> EngineObservation:
+        """Returns the cached contents, what changed in them since the last call, and the load."""
+        self._take_cache_events(self._scheduler.kv_cache_manager.take_events())
+        stored, evicted = self._names.drain()
+        running = [request for request in self._requests.values() if request.is_decoding]
+        return EngineObservation(
+            hashes=self._names.told_hashes(),
+            stored=stored,
+            evicted=evicted,
+            free_blocks=self._block_pool.get_num_free_blocks(),
+            prefill_tokens=self._prefill_tokens,
+            prefill_s=self._prefill_s,
+            decode_steps=self._decode_steps,
+            decode_s=self._decode_s,
+            running_sequences=len(running),
+            kv_tokens=sum(len(request.sequence.token_ids) for request in running),
+        )
+
+    def block_holders(self) -> Iterator[tuple[AttemptKey, int]]:
+        """Yields each attempt that has blocks, with their number. Any thread."""
+        for request in list(self._requests.values()):
+            if request.state is RequestState.HELD:
+                continue  # its pins are counted below
+            blocks = len(request.blocks) or self._blocks_for(request.computed_tokens)
+            yield request.sequence.attempt_key, blocks
+        for pinned in (self._pinned, self._staged):
+            for attempt_key, pins in list(pinned.items()):
+                yield attempt_key, len(pins.blocks)
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns a snapshot. Any thread."""
+        requests = list(self._requests.values())
+        prefilling = sum(
+            request.state is RequestState.WAITING
+            and not request.sampled_tokens
+            and request.computed_tokens > 0
+            for request in requests
+        )
+        waiting = sum(
+            request.state is RequestState.WAITING and not request.computed_tokens
+            for request in requests
+        )
+        return {
+            "steps": self._steps,
+            "exact": self.exact,
+            "kernels": f"vllm:{check_version()}",
+            "dtype": self.options.dtype,
+            "cores": list(self.options.cores),
+            "waiting": waiting,
+            "prefilling": prefilling,
+            "ready": 0,
+            "running": sum(request.is_decoding for request in requests),
+            "preemptions": self._preemptions,
+            "request_preemptions": self._request_preemptions.values(),
+            "drafted": 0,
+            "accepted": 0,
+            "prefill_tokens": self._prefill_tokens,
+            "step_s": {phase: seconds.values() for phase, seconds in self._step_s.items()},
+            "step_tokens": self._step_tokens.values(),
+            "kv_blocks": self._block_statistics(requests),
+        }
+
+    def _block_statistics(self, requests: list[HostedRequest]) -> dict[str, int]:
+        """How many blocks are used by whom; a block that several share counts once."""
+        total = self.block_count
+        unused = self._block_pool.get_num_free_blocks()
+        cached = sum(
+            block.ref_cnt == 0 and block.block_hash is not None for block in self._block_pool.blocks
+        )
+        reserved = {block.block_id for pins in list(self._pinned.values()) for block in pins.blocks}
+        for request in requests:
+            if request.state in (RequestState.RECEIVING, RequestState.ABORTED):
+                reserved.update(request.blocks)
+        staged = {
+            block.block_id for pins in list(self._staged.values()) for block in pins.blocks
+        } - reserved
+        cached = min(cached, unused)  # another thread may have moved a block in between
+        return {
+            "total": total,
+            "free": unused - cached,
+            "cached": cached,
+            "reserved": len(reserved),
+            "staged": len(staged),
+            "demoting": 0,
+            "active": total - unused - len(reserved) - len(staged),
+        }
+
+
+def _leave_only(logits: torch.Tensor, row: int, token_id: int) -> None:
+    """Leaves one id to choose in a row."""
+    logits[row] = -torch.inf
+    logits[row, token_id] = 0.0
+
+
+def _prompt_scores(sequence: Sequence, tensors: Any) -> list[ScoredToken]:
+    """Returns vLLM's logprobs of the prompt, from its second id on, as ours; [] if there are none.
+
+    In a row of vLLM's tensors the prompt's own id comes first, then the likeliest ones.
+    """
+    if tensors is None:
+        return []
+    scores: list[ScoredToken] = []
+    rows = zip(
+        tensors.logprob_token_ids.tolist(),
+        tensors.logprobs.tolist(),
+        tensors.selected_token_ranks.tolist(),
+        strict=True,
+    )
+    for ids, logprobs, rank in rows:
+        top = tuple(zip(ids[1:], logprobs[1:], strict=True))
+        scores.append(ScoredToken(ids[0], logprobs[0], top, rank))
+    sequence.prompt_logprobs_sent += len(scores)
+    return scores
+
+
+def _cpu_isa(config: Any, layer: Any) -> str:
+    """Returns the instruction set by which vLLM's CPU attention orders a block's numbers."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    return str(
+        cpu_attn._get_attn_isa(
+            config.model_config.dtype,
+            config.cache_config.block_size,
+            getattr(layer, "head_size", None),
+            config.cache_config.cache_dtype,
+        )
+    )
+
+
+def _take_worker_connector() -> Any:
+    """Takes the connector that vLLM made beside the model, which it keeps in a global."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    connector = kv_transfer_state._KV_CONNECTOR_AGENT
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
+    return connector
+
+
+def _give_worker_connector(connector: Any) -> None:
+    """Has vLLM's next step use this connector, whichever engine of the process was made last."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    kv_transfer_state._KV_CONNECTOR_AGENT = connector

@@ -1,0 +1,124 @@
+"""The test at the start: does a block that is moved by hand give the same answer here?
+
+Layouts and kernels of vLLM change, and a block that lies otherwise than expected gives fluent
+garbage, not an error. So before a worker serves, a short prompt is prefilled, its blocks are copied
+into those of a second sequence, and this one must answer as a third one does, whose prompt was
+computed where it is decoded.
+"""
+
+from __future__ import annotations
+
+from ...kv_transfer.slices import ALL_PIECES, Lane, LaneEnd
+from ...protos.frames import Sampling, Token
+from ..commands import BlocksReserved
+from ..engine_like import EngineLike
+from ..errors import EngineError
+from ..sequence import BlocksFilled, Sequence, SequenceOutput
+
+EXTRA_TOKENS = 5  #: The prompt fills one block and begins a second.
+ANSWER_TOKENS = 4
+ID_STRIDE = 7919  #: A prime, so that the ids of the prompt differ.
+STEP_LIMIT = 100  #: Steps that one sequence takes, at most.
+#: Ids may differ where two are about as likely; garbage is far beyond this difference.
+LOGPROB_TOLERANCE = 0.1
+SAMPLING = Sampling(ANSWER_TOKENS, logprobs=1)
+
+
+def check_moved_blocks(engine: EngineLike, vocabulary: int) -> None:
+    """Raises EngineError if an answer that goes on from moved blocks is another one."""
+    block_tokens = engine.kv_pool.layout.block_tokens
+    prompt = [index * ID_STRIDE % vocabulary for index in range(block_tokens + EXTRA_TOKENS)]
+
+    def sequence(name: str, stop_after_first: bool = False) -> Sequence:
+        # Each has a partition of its own: none finds the blocks of another in the cache.
+        return Sequence(
+            (f"self test {name}", 0),
+            list(prompt),
+            len(prompt),
+            SAMPLING,
+            stop_after_first=stop_after_first,
+            cache_partition=name.encode(),
+        )
+
+    here = sequence("here")
+    engine.add(here)
+    expected = _answer(engine)
+
+    source_blocks: dict[int, int] = {}
+
+    def note(filled_ranges: list[BlocksFilled]) -> None:
+        for filled in filled_ranges:
+            source_blocks.update(enumerate(filled.blocks, filled.first_block))
+
+    announced_to = engine.announce_filled
+    engine.announce_filled = note
+    source = sequence("source", stop_after_first=True)
+    engine.add(source)
+    first = _answer(engine)
+    engine.announce_filled = announced_to
+
+    target = sequence("target")
+    target_blocks = _reserve(engine, target)
+    _copy(engine, [source_blocks[index] for index in sorted(source_blocks)], target_blocks)
+    engine.release(source.attempt_key)
+    target.token_ids.append(first[0].id)
+    engine.commit(target)
+    moved = first + _answer(engine)
+    if not _same(expected, moved):
+        raise EngineError(
+            "self test: an answer that goes on from moved KV blocks differs "
+            f"({[token.id for token in moved]}, where {[token.id for token in expected]} is right): "
+            "this build of the engine lays its blocks out otherwise than Diptych moves them"
+        )
+
+
+def _answer(engine: EngineLike) -> list[Token]:
+    """Steps until nothing is left to do; returns the tokens of the only live sequence."""
+    tokens: list[Token] = []
+    for _ in range(STEP_LIMIT):
+        events = engine.step()
+        for event in events:
+            if isinstance(event, SequenceOutput) and event.error is not None:
+                raise EngineError(f"self test: {event.error}")
+            if isinstance(event, SequenceOutput) and event.token is not None:
+                tokens.append(event.token)
+        if not events and engine.idle():
+            return tokens
+    raise EngineError(f"self test: no end after {STEP_LIMIT} steps")
+
+
+def _reserve(engine: EngineLike, sequence: Sequence) -> list[int]:
+    answer = engine.reserve(sequence)
+    for _ in range(STEP_LIMIT):
+        if answer is not None:
+            break
+        for event in engine.step():
+            assert isinstance(event, BlocksReserved), event
+            answer = event
+    if answer is None or answer.blocks is None:
+        raise EngineError("self test: the KV pool is too small: raise pools.*.engine.kv_mib")
+    return answer.blocks
+
+
+def _copy(engine: EngineLike, source_blocks: list[int], target_blocks: list[int]) -> None:
+    """Copies blocks within the pool, by the units that a transfer would move."""
+    pool = engine.kv_pool
+    end = LaneEnd(pool.layout)
+    count = len(source_blocks)
+    spans = Lane(end, end).spans(source_blocks, target_blocks[:count], ALL_PIECES)
+    size = spans.unit_bytes
+    units = zip(spans.source_units.tolist(), spans.target_units.tolist(), strict=True)
+    for source_unit, target_unit in units:
+        content = pool.view[source_unit * size : (source_unit + 1) * size]
+        pool.view[target_unit * size : (target_unit + 1) * size] = content
+
+
+def _same(expected: list[Token], moved: list[Token]) -> bool:
+    """Whether two greedy answers are the same, up to a choice between equally likely ids."""
+    for right, found in zip(expected, moved, strict=True):
+        assert right.logprob is not None and found.logprob is not None
+        if abs(right.logprob - found.logprob) > LOGPROB_TOLERANCE:
+            return False
+        if right.id != found.id:
+            return True  # behind two equally likely ids the answers are two texts
+    return True

@@ -25,6 +25,7 @@ RELAXED_REQUIREMENTS: Final = {"llguidance": "llguidance>=1.7"}
 DEFAULT_FOLDER: Final = Path("~/.cache/diptych/engines/vllm")
 _TORCH = "2.13.0"  #: The version that vLLM and Diptych have in common.
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"  #: PyTorch's public index of CPU builds.
+_MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 _PROJECT = Path(__file__).resolve().parents[2]  #: The checkout, or the installed package.
 _CHECK = (
     "from diptych.engine.vllm.start import check_signatures, check_version; "
@@ -81,6 +82,9 @@ def install(folder: Path, hardware: str, report: Callable[[str], None]) -> str:
     package = VLLM_PACKAGES[hardware]
     report(f"{package} and what Diptych's workers need (minutes, gigabytes)")
     _run(python, "-m", "pip", "install", "-q", package, *worker_requirements())
+    if hardware == "cpu":
+        # They come with vLLM, for pictures and sound; of builds for CUDA they fail beside this torch.
+        _run(python, "-m", "pip", "uninstall", "-q", "-y", *_MEDIA_PACKAGES)
     report("Diptych itself")
     _run(python, "-m", "pip", "install", "-q", "--no-deps", *_own_package())
     report("check of vLLM's version and signatures")

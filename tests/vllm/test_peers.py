@@ -1,0 +1,141 @@
+"""Which peers a hosted vLLM exchanges KV with, and what becomes of a worker whose engine raises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from diptych.engine.commands import AddSequence
+from diptych.engine.loop import EngineThread
+from diptych.engine.options import SchedulerLimits
+from diptych.engine.vllm import engine as engine_module
+from diptych.engine.vllm.engine import VllmEngine
+from diptych.engine.vllm.pool import describe_format
+from diptych.kv_transfer.layout import KVLayout
+from diptych.protos.frames import CancelAttempt
+
+from ..kit.engine_conformance import EngineKit
+from .pair import PREFILL, Pair
+from .support import open_engine
+from .test_transfer_faults import failed, new_name, new_prompt
+
+LIMITS = SchedulerLimits(max_step_tokens=128, growth_tokens=64)
+ATTEMPTS = 5
+DEATH_S = 10.0  #: A worker must notice within 1 s; a loaded machine may be slower to look.
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoint: Callable[[str], Path]) -> Iterator[Pair]:
+    pair = Pair(checkpoint("llama"), "tcp")
+    yield pair
+    pair.close()
+
+
+def compatibility(engine: VllmEngine, layout: KVLayout) -> bytes:
+    """What another worker's engine would tell, of which some part was replaced."""
+    return layout.compatibility(describe_format(layout, engine._format_parts()) + engine._salt)
+
+
+def of_another_isa(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    monkeypatch.setattr(engine_module, "_cpu_isa", lambda config, layer: "another")
+    context = engine._core.vllm_config.compilation_config.static_forward_context
+    for name in engine._layer_numbers:
+        if hasattr(context[name], "isa"):
+            monkeypatch.setattr(context[name], "isa", "another")
+    return compatibility(engine, engine.kv_pool.layout)
+
+
+def of_another_version(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    monkeypatch.setattr(engine_module, "check_version", lambda: "0.32.99")
+    return compatibility(engine, engine.kv_pool.layout)
+
+
+def of_another_order(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    monkeypatch.setattr(engine._core.vllm_config.cache_config, "kv_cache_layout", "BLHNC")
+    return compatibility(engine, engine.kv_pool.layout)
+
+
+def of_another_block_size(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    return compatibility(engine, replace(engine.kv_pool.layout, block_tokens=128))
+
+
+@pytest.mark.parametrize(
+    "change", [of_another_isa, of_another_version, of_another_order, of_another_block_size]
+)
+def test_a_peer_that_orders_blocks_otherwise_is_refused_before_a_byte(
+    pair: Pair,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[VllmEngine, pytest.MonkeyPatch], bytes],
+) -> None:
+    engine: Any = pair.prefill.engine
+    same = compatibility(engine, engine.kv_pool.layout)
+    assert same == pair.decode.engine.compatibility
+    with monkeypatch.context() as patches:
+        other = change(engine, patches)
+    assert other != same
+
+    async def scenario() -> None:
+        sent_before = pair.wires[PREFILL].write_count
+        pair.decode.lose_peer(PREFILL)
+        pair.decode.add_peer(
+            PREFILL,
+            [msgspec.structs.replace(card, compatibility=other) for card in pair.cards[PREFILL]],
+        )
+        outcome = pair.begin(new_name(), 0, new_prompt())
+        await failed(pair, outcome, "kv_peer_lost", "kv_no_offer", "kv_aborted")
+        assert pair.wires[PREFILL].write_count == sent_before
+        key = next(key for key, one in pair.outcomes.items() if one is outcome)
+        pair.prefill.cancel(CancelAttempt(key))
+        await pair.whole()
+        pair.decode.lose_peer(PREFILL)
+        pair.decode.add_peer(PREFILL, pair.cards[PREFILL])
+        await served_again(pair)
+
+    pair.run(scenario())
+
+
+async def served_again(pair: Pair) -> None:
+    """With the right card all is well. Prefill may only now see that it was hung up on: then the
+    first attempt fails, and the gateway makes another.
+    """
+    name, ids = new_name(), new_prompt()
+    for attempt in range(ATTEMPTS):
+        outcome = pair.begin(name, attempt, ids)
+        await pair.until(lambda outcome=outcome: bool(outcome.finished or outcome.failures))
+        if outcome.finished:
+            break
+        assert outcome.reasons[0] == "kv_peer_lost", outcome
+        for core in (pair.prefill, pair.decode):
+            core.cancel(CancelAttempt((name, attempt)))
+        await pair.whole()
+    assert outcome.token_ids[0] == await pair.alone(ids)
+
+
+@pytest.mark.parametrize("hook", ["expected_tokens", "step_scheduled", "layer_saved", "sample"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_hook_that_raises_ends_the_engines_thread(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """The worker's health check sees that; no output of the step is delivered."""
+    engine = open_engine(checkpoint("llama"), LIMITS, 24)
+    kit = EngineKit(lambda limits, blocks: engine, 512)
+    delivered: list[Any] = []
+
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError(f"{hook} fails on purpose")
+
+    monkeypatch.setattr(engine, hook, fail)
+    thread = EngineThread(engine, delivered.extend)
+    thread.start()
+    assert thread.alive
+    thread.submit(AddSequence(kit.sequence("a")))
+    deadline = time.monotonic() + DEATH_S
+    while thread.alive and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not thread.alive
+    assert not delivered

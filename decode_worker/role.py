@@ -43,7 +43,7 @@ from ..kv_transfer.commands import (
     PushEnded,
     TransferFailed,
 )
-from ..kv_transfer.identity import ticket_id_of
+from ..kv_transfer.identity import prompt_digest, ticket_id_of
 from ..kv_transfer.messages import FirstTokens
 from ..protos.frames import (
     HANDOVER,
@@ -206,6 +206,9 @@ class DecodeRole:
         attempt.state = DecodeState.RUNNING
         sequence = attempt.sequence
         first = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
+        if first.prompt_digest not in (0, prompt_digest(sequence.token_ids)):
+            # Right KV of another prompt: to go on from it would answer what nobody asked.
+            return [self._failure(attempt, "kv_prompt"), *self._end(arrived.ticket_id)]
         # The prompt's KV is here, the first token's is not: the first step here computes it.
         sequence.token_ids.append(first.tokens[0].id)
         attempt.open_answers.difference_update(first.ended_answers)

@@ -45,6 +45,11 @@ def block_hashes(
     return hashes if per_block == 1 else hashes[per_block - 1 :: per_block]
 
 
+def prompt_digest(token_ids: Sequence[int]) -> int:
+    """Returns 64 bits that tell the ids of two prompts apart, all of them; never 0."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(token_ids)}I", *token_ids)) or 1
+
+
 def partition_salt(model_salt: bytes, cache_partition: bytes) -> bytes:
     """Returns the salt of a prompt's first hash: of the model, and of who shares the cache.
 

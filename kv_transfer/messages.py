@@ -105,6 +105,9 @@ class FirstTokens(msgspec.Struct, frozen=True, array_like=True):
 
     tokens: list[Token]
     ended_answers: list[int] = []  #: Indices of answers that ended with their first token.
+    #: `identity.prompt_digest` of the ids that were computed; 0 in messages of older workers. A
+    #: receiver with other ids must not go on from this KV.
+    prompt_digest: int = 0
 
 
 AnyMessage: TypeAlias = (

@@ -37,7 +37,7 @@ from ..kv_transfer.commands import (
     PushEnded,
     TransferFailed,
 )
-from ..kv_transfer.identity import ticket_id_of
+from ..kv_transfer.identity import prompt_digest, ticket_id_of
 from ..kv_transfer.messages import FirstTokens
 from ..protos.frames import HANDOVER, AttemptKey, CancelAttempt, DeliverFrame, StartPrefill
 
@@ -60,6 +60,7 @@ class PrefillAttempt:
     attempt_key: AttemptKey
     gateway: str  #: Who gets the first tokens, or hears of the failure.
     answer_count: int  #: The `n` of the request's sampling.
+    prompt_digest: int  #: Of the prompt's ids, for the decode worker to compare.
     state: PrefillState = PrefillState.COMPUTING
     first_outputs: dict[int, SequenceOutput] = field(default_factory=dict)  #: By answer index.
 
@@ -90,7 +91,9 @@ class PrefillRole:
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:
             return []
-        self.attempts[ticket_id] = PrefillAttempt(frame.attempt_key, gateway, frame.sampling.n)
+        self.attempts[ticket_id] = PrefillAttempt(
+            frame.attempt_key, gateway, frame.sampling.n, prompt_digest(frame.token_ids)
+        )
         sequence = sequence_of(frame, block_hashes, deadline_s, stop_after_first=True)
         expect = ExpectOffer(ticket_id, frame.decode_worker, tokens=len(frame.token_ids))
         return [expect, *self.prefixes.begin_sequence(sequence, frame.prefix_holder, has_tiers)]
@@ -181,7 +184,7 @@ class PrefillRole:
             return self._cancel(ticket_id, "finished")
         attempt.state = PrefillState.SENDING
         tokens = [output.token for output in outputs if output.token is not None]
-        meta = msgspec.msgpack.encode(FirstTokens(tokens, ended_answers))
+        meta = msgspec.msgpack.encode(FirstTokens(tokens, ended_answers, attempt.prompt_digest))
         return [FinishPush(ticket_id, meta)]
 
     def _cancel(self, ticket_id: str, reason: str) -> list[PrefillAction]:

@@ -11,6 +11,7 @@ from diptych.engine.sequence import SequenceOutput
 from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import messages as m
 from diptych.kv_transfer import tickets
+from diptych.kv_transfer.identity import prompt_digest
 from diptych.protos.frames import (
     AnswerTokens,
     AttemptFailed,
@@ -66,6 +67,21 @@ def running(receiving: DecodeRole) -> DecodeRole:
 
 
 # ---- life ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ids", "reason"), [(list(range(200)), None), (list(range(1, 201)), "kv_prompt")]
+)
+def test_kv_of_another_prompt_is_never_decoded(
+    receiving: DecodeRole, ids: list[int], reason: str | None
+) -> None:
+    """Its checksums are right: they say whose attempt it is, not of which ids."""
+    meta = msgspec.msgpack.encode(m.FirstTokens([Token(42)], [], prompt_digest(ids)))
+    actions = receiving.handle(transfer.BlocksArrived(TICKET_ID, meta, 200))
+    if reason is None:
+        assert isinstance(actions[0], commands.CommitBlocks)
+    else:
+        assert actions == [failed(reason), *ENDED]
 
 
 def test_blocks_are_reserved_first() -> None:

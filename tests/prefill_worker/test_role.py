@@ -8,6 +8,7 @@ from diptych.engine import commands
 from diptych.engine.sequence import BlocksFilled, SequenceOutput
 from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import messages, tickets
+from diptych.kv_transfer.identity import prompt_digest
 from diptych.kv_transfer.messages import FirstTokens
 from diptych.prefill_worker import PrefillRole
 from diptych.protos.frames import (
@@ -72,7 +73,9 @@ def test_the_first_token_goes_out_at_once_and_finishes_the_ticket(role: PrefillR
     first, finish = role.handle(token())
     assert first == DeliverFrame("g", AnswerTokens(KEY, 0, [FIRST]))
     assert isinstance(finish, transfer.FinishPush) and finish.ticket_id == TICKET_ID
-    assert msgspec.msgpack.decode(finish.meta, type=FirstTokens) == FirstTokens([FIRST])
+    first_tokens = msgspec.msgpack.decode(finish.meta, type=FirstTokens)
+    assert (first_tokens.tokens, first_tokens.ended_answers) == ([FIRST], [])
+    assert first_tokens.prompt_digest, "or the receiver could not tell whose prompt it was"
 
 
 def several(answers: int) -> PrefillRole:
@@ -92,7 +95,8 @@ def test_several_answers_are_handed_over_together_in_their_order() -> None:
         assert role.handle(answer(index)) == [frame]
     *_, finish = role.handle(answer(1, "stop"))
     first_tokens = msgspec.msgpack.decode(finish.meta, type=FirstTokens)
-    assert first_tokens == FirstTokens([Token(40), Token(41), Token(42)], ended_answers=[1])
+    digest = prompt_digest([1] * 200)
+    assert first_tokens == FirstTokens([Token(40), Token(41), Token(42)], [1], digest)
 
 
 def test_several_answers_that_all_end_with_their_first_token_need_no_transfer() -> None:

@@ -390,7 +390,7 @@ class ObservabilitySettings(ConfigSection):
 
 
 class ClusterConfig(ConfigSection):
-    """The whole tree. Its fields are the sections of the YAML file."""
+    """The whole tree: the sections of the YAML file, and two settings beside them."""
 
     model: ModelSettings = ModelSettings()
     engine: EngineKindSettings = EngineKindSettings()
@@ -500,6 +500,9 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
 def _read_tree(path: Path) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(path.read_text()) or {}
+    except yaml.MarkedYAMLError as error:  # its text quotes the line, which may hold the secret
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"cannot read {path}: no valid YAML at line {line}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     if not isinstance(tree, dict):

@@ -90,6 +90,8 @@ class RouterService:
         if not self.router.active:
             raise RuntimeError("a newer router is active")
         if self._clock.done():
+            cause = None if self._clock.cancelled() else self._clock.exception()
+            log.error("the router's clock ended", exc_info=cause)
             raise RuntimeError("the router's clock ended: its log says why")
 
     async def _keep_time(self) -> None:

@@ -1,10 +1,10 @@
 """What happens to the router, and what the router wants done: its events and actions.
 
-Frames arrive as they are, with the name of the peer that sent them.
+An event holds what a frame of a peer says, or the frame itself, often with the peer's name.
 
-Most events are logged as JSON, and read again by `replay.py`. The log's keys never change: a field
-that has another name there says so by `name`, in a msgspec struct, as dataclasses have no such
-thing.
+Most events are logged as JSON, and read again by `replay.py`. The log's keys never change. A field
+whose key differs from its name gives the key by `name`; such a class is a msgspec struct, as a
+dataclass cannot say that.
 
 A `term` numbers routers: each new one has a higher term than those before it. An attempt is one
 placement of a request on a pair of workers; its key is (request id, number of the attempt).
@@ -66,7 +66,7 @@ class PlacementRequested:
 
 
 class FirstTokenSent(msgspec.Struct, frozen=True):
-    """The first token of an attempt is out: the worker of its prompt may be given another."""
+    """The first token of an attempt is out: its prefill worker may be given another prompt."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
 

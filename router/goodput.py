@@ -21,7 +21,8 @@ from ..protos.frames import RequestOutcome
 
 WINDOW_S = 300.0
 PARTS = 30  #: slices of the window, which leave it one by one
-GAPS_FOR_P99 = 20  #: gaps below which only their mean is judged: one hiccup would decide
+#: Of fewer gaps than this only the mean is judged: in a short answer one hiccup says little.
+GAPS_FOR_P99 = 20
 #: Tenants, and classes, that are counted by name, as each name is a series of a metric; the rest
 #: together as `OTHER`.
 NAMED = 50
@@ -119,7 +120,7 @@ class Goodput:
         return self._parts[-1]
 
     def forget(self, now: float) -> None:
-        """Forget what ended before the window that ends now."""
+        """Forget whole slices, so that what ended in the last 290 to 300 s is kept."""
         if not self._parts:
             return
         oldest = int(now * PARTS / WINDOW_S) - PARTS + 1
@@ -127,7 +128,7 @@ class Goodput:
             self._parts.popleft()
 
     def statistics(self) -> dict[str, Any]:
-        """Return the shares of the window; call `forget` before. None where nothing ended.
+        """Return the shares of the window; call `forget` before. "share" is None if none ended.
 
         "share" is of requests that met both targets; a class's or tenant's "ttft" and "itl" are of
         those that met this one, the other or not.

@@ -54,10 +54,11 @@ def _scale_within(
     desired_counts: dict[str, int],
     reason: str,
 ) -> list[PlannerAction]:
-    """Return orders for the desired counts, as far as the budget allows them.
+    """Return orders for the desired counts, each bounded by the budget that the other pool leaves.
 
     A pool that shrinks makes room for one that grows, so the one that shrinks most is counted
     first. Of the other pool, the replicas that are there and stay count against the budget.
+    If both pools grow, their sum may thus exceed it.
     """
     present_counts = _pool_counts(observation)
     counts = {
@@ -136,7 +137,7 @@ class DynamoPlanner:
         """Return replicas for the answers, more if gaps between tokens were longer than profiled.
 
         The profiled gap is a step at the mean batch of a replica. The correction is at least 0.1,
-        so that a few short gaps do not make the target ten times as lax or more.
+        so that a few short gaps do not make the target more than ten times as lax.
         """
         recent = observation.recent
         replica = _first_of_role(observation, "decode")
@@ -209,7 +210,7 @@ class KedaPlanner:
     score_limit: float = 2.0
     #: Above this score the pools grow.
     up_score: float = 0.55
-    #: Below this score the pools shrink by one replica each.
+    #: Below this score each pool shrinks by one replica at most.
     down_score: float = 0.40
     #: Between two growths, and between two shrinkings.
     up_delay_s: float = 60.0
@@ -222,7 +223,7 @@ class KedaPlanner:
     last_down_at: float = -inf
 
     def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
-        """Return orders for both pools: in proportion to the score over its threshold.
+        """Return orders for both pools, in proportion to how far the score is past a threshold.
 
         A pool at most doubles (small ones may grow by 4), and loses one replica at most.
         """

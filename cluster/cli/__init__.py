@@ -1,4 +1,4 @@
-"""The `diptych` command. Nothing but `serve` and `bench` imports ray or torch."""
+"""The `diptych` command. Importing it imports neither ray nor torch: commands do, when they run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from . import (
     top,
 )
 
-#: Each command is a function in the file of its name; `bench`, `config`, `keys` and `loadtest` have
-#: commands of their own below them.
+#: Each command is a function of a sibling file, mostly the file of its name; `bench`, `config`,
+#: `keys` and `loadtest` have commands of their own below them.
 app = typer.Typer(
     name="diptych",
     help="Serves open-weight LLMs from a cluster that separates prefill from decode.",

@@ -3,7 +3,8 @@
 Whoever may call one of Ray's processes can run code in it, so each of them asks for a token
 (`RAY_AUTH_MODE=token`). `start_ray` makes a token for its one cluster, in a file that nobody but
 this user can read. `join_ray` takes the token that Ray's own variables give. Both call the running
-cluster once without a token, and fail if the answer contradicts the setting `ray.auth`.
+cluster once without a token, where Ray uses no TLS and its address is not `ray://`, and fail if the
+answer contradicts the setting `ray.auth`.
 """
 
 from __future__ import annotations
@@ -126,12 +127,12 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
     `folder` must be this user's alone (0700), as Ray lets everybody into its own folders below it.
     `cpus` is how many cores Ray is told that this machine has. Ray ends with `ray.shutdown`, at the
     latest with this process. Raises ConfigError where the environment contradicts `auth`, and
-    StartError where Ray does not come up, or treats a caller without a token otherwise than `auth`
-    says.
+    StartError where Ray does not answer, or treats a caller without a token otherwise than `auth`
+    says. What `ray.init` raises passes through.
     """
     check_environment(auth)
     _set_environment(auth)
-    # What is set already wins over the first, and loses to the last.
+    # A variable that is set already is kept against UCX_DEVICES, and replaced by LOOPBACK_ONLY.
     os.environ |= {**UCX_DEVICES, **os.environ, **LOOPBACK_ONLY}
     for name in OVERRIDING_VARIABLES:
         os.environ.pop(name, None)
@@ -160,9 +161,9 @@ def join_ray(address: str, auth: AuthMode) -> None:
 
     Ray takes `RAY_AUTH_TOKEN`, else the file that `RAY_AUTH_TOKEN_PATH` names, else
     `~/.ray/auth_token`. Through `ray://` nothing can be checked here; the application's builder
-    (app.py), which runs on that cluster, refuses a Ray without a token.
+    (app.py), which runs on that cluster, refuses a Ray that asks for no token.
     Raises ConfigError where the environment contradicts `auth`, StartError where no Ray answers,
-    the token is missing or wrong, or this Ray asks nobody for one.
+    the token is missing or wrong, or whether this Ray asks for one contradicts `auth`.
     """
     check_environment(auth)
     _set_environment(auth)

@@ -441,7 +441,10 @@ class Planner:
 
     @staticmethod
     def _used_gpus(observation: FleetObservation, roles: Roles) -> int:
-        """Return the GPUs of all replicas; resting ones count as the first worker of their role."""
+        """Return the GPUs of all replicas but starting ones (none is, when a pool grows).
+
+        A resting replica counts as the first worker of the role that has its pool's name.
+        """
         used_gpus = sum(replica.gpus for replica in observation.replicas)
         for pool, count in observation.resting_replicas.items():
             used_gpus += count * roles.workers(pool)[0].gpus

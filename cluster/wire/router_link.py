@@ -69,7 +69,8 @@ class RouterLink:
                 await self._run_connection()
             except (OSError, TimeoutError) as error:
                 log.info("no router yet: %s", error or type(error).__name__)
-            except Exception:  # Serve's own errors; the link must outlive them
+            # Errors of Ray Serve, which finds the router, or of a callback: the link outlives them.
+            except Exception:
                 log.exception("no router yet")
             self._connection = None
             await asyncio.sleep(RETRY_S)

@@ -53,9 +53,10 @@ class Tiering:
         engine.count_tier_blocks = self.tiers.count_held_blocks
 
     def _claim_folder(self, root: Path, pool: str) -> Path | None:
-        """Return the first folder that no other worker has; None if all are taken: no disk tier.
+        """Return the first folder that no other worker has; None (no disk tier) if there is none.
 
-        A worker that starts again finds its blocks: the lock ended with its last process.
+        None also if the first free folder cannot be made or opened. A worker that starts again
+        finds the blocks of the last worker with this folder, whose lock ended with its process.
         """
         for index in range(FOLDER_LIMIT):
             folder = root / f"{pool}-{index}"

@@ -1,9 +1,9 @@
-"""Calls that are written as in Python (pure).
+"""Calls that are written as in Python. Nothing here does I/O or reads a clock.
 
 - Llama 4, Llama 3.2: the answer is `[name(key="value"), other()]`, in `<|python_start|>` and
   `<|python_end|>` or not.
-- Gemma 3: the same, or a call without the list, in a fence of Markdown that begins with
-  "```tool_code" or not.
+- Gemma 3: the same list without the first marker; or, in a fence of Markdown that begins with
+  "```tool_code", the list or one call without its brackets.
 
 Only calls of the request's functions are calls; any other name ends the list, and the rest is
 content. A call is announced at its opening bracket. Arguments come out one by one, when they are

@@ -227,7 +227,7 @@ def test_kimis_results_go_to_the_calls_before_them_though_clients_use_ids_again(
         result("c"),
         result("unknown"),
     ]
-    number_ids(messages)
+    number_ids(messages, "")
     results = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
     numbers = [result_id.removeprefix("functions.f:") for result_id in results]
     assert numbers == ["1", "0", "2", "2", "3", "4", "unknown"]

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +33,9 @@ from ..sequence import BlocksFilled, Sequence, SequenceOutput
 from ..spec import fingerprint
 from .hooks import HOOKS, REQUEST_ID
 from .hosted_request import HostedRequest, RequestState, request_id_of
+from .internals import describe_attention, give_worker_connector, take_worker_connector
 from .pool import VllmPool, describe_format
+from .prefix_blocks import PrefixBlocks
 from .prefix_names import PrefixNames
 from .self_test import check_moved_blocks
 from .start import check_version, start_core
@@ -42,7 +43,6 @@ from .start import check_version, start_core
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.request import Request
 
 #: Steps that a reservation waits for: blocks may be there although the first step gives none, as
 #: its budget of tokens was spent on a prompt. Then the pool is too full.
@@ -65,15 +65,6 @@ def open_vllm(options: EngineOptions, progress: ReportProgress | None = None) ->
     return engine
 
 
-@dataclass(slots=True)
-class PinnedBlocks:
-    """Blocks that hold a reference of ours, and how many of the leading ones were cached before."""
-
-    blocks: list[KVCacheBlock]
-    held_blocks: int = 0
-    command: StagePrefix | None = None  #: What they were staged for; None: a transfer reads them.
-
-
 class VllmEngine:
     """An `EngineLike` that hosts vLLM. One thread owns it (`loop.EngineThread`)."""
 
@@ -90,7 +81,7 @@ class VllmEngine:
         self._registered_pools: list[VllmPool] = []
         self._layer_numbers: dict[str, int] = {}
         self._core = start_core(options, self._name)
-        self._connector = _take_worker_connector()
+        self._connector = take_worker_connector()
         if progress:
             progress("vLLM has the weights", 1.0)
         # vLLM has registered its KV cache while it started.
@@ -106,7 +97,8 @@ class VllmEngine:
         )
         self._salt = fingerprint(options.model_folder)
         self.compatibility = layout.compatibility(
-            describe_format(layout, self._format_parts()) + self._salt
+            describe_format(layout, describe_attention(self._core.vllm_config, self._layer_numbers))
+            + self._salt
         )
         self.piece_count = piece_count(layout, ranks=1)
         self.exact = False  # vLLM promises no bits that do not depend on the batch
@@ -116,9 +108,15 @@ class VllmEngine:
         self.count_tier_blocks: Callable[[list[bytes]], int] = no_tier_blocks
 
         self._requests: dict[str, HostedRequest] = {}  #: By vLLM's id, until nothing holds blocks.
-        self._pinned: dict[AttemptKey, PinnedBlocks] = {}  #: That transfers of attempts read.
-        self._staged: dict[AttemptKey, PinnedBlocks] = {}
+        #: Blocks with a reference of ours, as transfers of an attempt read them.
+        self._pinned: dict[AttemptKey, list[KVCacheBlock]] = {}
         self._names = PrefixNames(options.limits.block_tokens)
+        self._prefixes = PrefixBlocks(
+            self._block_pool,
+            self._names,
+            options.limits.block_tokens,
+            self._core.request_block_hasher,
+        )
         self._arrived: set[str] = set()  #: To be reported to vLLM in the next step.
         self._answers: list[StepEvent] = []  #: To be delivered by the step that runs, or the next.
         #: Blocks that this step fills, by attempt: (first block, blocks).
@@ -143,18 +141,6 @@ class VllmEngine:
         }
         self._step_tokens = Histogram(STEP_ROWS_BOUNDS)
         self._request_preemptions = Histogram(PREEMPTION_BOUNDS)
-
-    def _format_parts(self) -> list[str]:
-        """Returns what decides how vLLM's backend orders the numbers inside of a block."""
-        config = self._core.vllm_config
-        parts = [check_version(), str(config.cache_config.cache_dtype)]
-        parts.append(str(config.cache_config.kv_cache_layout))
-        context = config.compilation_config.static_forward_context
-        for name in self._layer_numbers:
-            layer = context[name]
-            backend = layer.get_attn_backend().get_name()
-            parts.append(f"{backend}:{getattr(layer, 'isa', _cpu_isa(config, layer))}")
-        return sorted(set(parts))
 
     @property
     def rank_sockets(self) -> list[Any]:
@@ -260,9 +246,8 @@ class VllmEngine:
         """Ends a sequence wherever it is. Its blocks are free after the next step at the latest."""
         for request in self._requests_of(attempt_key):
             self._give_up(request)
-        for pins in (self._pinned.pop(attempt_key, None), self._staged.pop(attempt_key, None)):
-            if pins is not None:
-                self._unpin(pins.blocks)
+        self._prefixes.release(attempt_key)
+        self._prefixes.unpin(self._pinned.pop(attempt_key, []))
 
     def _give_up(self, request: HostedRequest) -> None:
         """Has vLLM end a request; one whose blocks a transfer wrote keeps them until the step."""
@@ -426,7 +411,7 @@ class VllmEngine:
         numbers = request.blocks[first:final]
         blocks = [self._block_pool.blocks[number] for number in numbers]
         self._block_pool.touch(blocks)
-        self._pinned.setdefault(sequence.attempt_key, PinnedBlocks([])).blocks.extend(blocks)
+        self._pinned.setdefault(sequence.attempt_key, []).extend(blocks)
         sequence.filled_blocks = final
         self._filling.append((sequence.attempt_key, first, numbers))
 
@@ -491,26 +476,10 @@ class VllmEngine:
 
     def publish(self, batch: Any) -> None:
         """Takes vLLM's events of stored and removed blocks, once a step."""
-        self._take_cache_events(batch.events)
+        self._prefixes.take_events(batch.events)
 
     def shutdown(self) -> None:
         """For vLLM, which ends its publisher of events."""
-
-    def _take_cache_events(self, events: Iterable[Any]) -> None:
-        from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
-
-        for event in events:
-            match event:
-                case BlockStored():
-                    for their_hash in event.block_hashes:
-                        self._names.record_stored(their_hash)
-                case BlockRemoved():
-                    for their_hash in event.block_hashes:
-                        # vLLM may have the same content in a second block.
-                        if self._block_pool.get_cached_block(their_hash, [0]) is None:
-                            self._names.record_removed(their_hash)
-                case AllBlocksCleared():
-                    self._names.clear()
 
     # ---- stepping ----------------------------------------------------------------------------
 
@@ -518,7 +487,7 @@ class VllmEngine:
         """Has vLLM compute one step; returns what came of it. Any exception ends the worker."""
         if not self._scheduler.has_requests():
             return self._take_answers()
-        _give_worker_connector(self._connector)
+        give_worker_connector(self._connector)
         began = time.perf_counter()
         outputs_by_client, computed = self._core.step_fn()
         self._core.post_step(computed)
@@ -673,74 +642,12 @@ class VllmEngine:
 
     def stage(self, command: StagePrefix) -> PrefixStaged:
         """Pins what the pool holds of a prefix, and takes blocks for what a peer may bring."""
-        cached = self._cached_blocks(command.hashes)
-        held_blocks = len(cached)
-        nothing = PrefixStaged(command.attempt_key, [], held_blocks)
-        wanted = 0
-        if command.pin_only:
-            wanted = held_blocks
-        elif command.peer_blocks > held_blocks:
-            wanted = command.peer_blocks
-        missing = wanted - held_blocks
-        if not wanted or command.attempt_key in self._staged:
-            return nothing
-        self._block_pool.touch(cached)
-        if missing > self._block_pool.get_num_free_blocks() - self.growth_reserve_blocks:
-            self._unpin(cached)
-            return nothing
-        blocks = cached + (self._block_pool.get_new_blocks(missing) if missing else [])
-        self._staged[command.attempt_key] = PinnedBlocks(blocks, held_blocks, command)
-        return PrefixStaged(command.attempt_key, [block.block_id for block in blocks], held_blocks)
-
-    def _cached_blocks(self, hashes: list[bytes]) -> list[KVCacheBlock]:
-        """Returns the blocks of the leading contents that are cached."""
-        blocks: list[KVCacheBlock] = []
-        for our_hash in hashes:
-            their_hash = self._names.their_hash(our_hash)
-            found = their_hash and self._block_pool.get_cached_block(their_hash, [0])
-            if not found:
-                break
-            blocks.append(found[0])
-        return blocks
+        return self._prefixes.stage(command, self.growth_reserve_blocks)
 
     def cache_staged(self, attempt_key: AttemptKey, block_count: int) -> None:
         """Caches the first `block_count` staged blocks of this key and releases the others."""
-        staged = self._staged.pop(attempt_key, None)
-        if staged is None:
-            return
-        command = staged.command
-        if command is not None and command.token_ids and block_count > staged.held_blocks:
-            block = self.limits.block_tokens
-            carrier = self._carrier(command, block_count * block)
-            self._names.learn(0, carrier.block_hashes, command.hashes)
-            self._block_pool.cache_full_blocks(
-                request=carrier,
-                blocks=staged.blocks,
-                num_cached_blocks=staged.held_blocks,
-                num_full_blocks=block_count,
-                block_size=block,
-                kv_cache_group_id=0,
-            )
-        self._unpin(staged.blocks)
-        self._take_cache_events(self._scheduler.kv_cache_manager.take_events())
-
-    def _carrier(self, command: StagePrefix, tokens: int) -> Request:
-        """Makes a request that is never computed: vLLM names blocks by the request that has them."""
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        return Request(
-            request_id=f"staged {command.attempt_key}",
-            prompt_token_ids=list(command.token_ids[:tokens]),
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            cache_salt=command.cache_partition.hex() or None,
-            block_hasher=self._core.request_block_hasher,
-        )
-
-    def _unpin(self, blocks: list[KVCacheBlock]) -> None:
-        """Takes our references back; of a prefix the last block is the first to be evicted."""
-        self._block_pool.free_blocks(reversed(blocks))
+        self._prefixes.cache_staged(attempt_key, block_count)
+        self._prefixes.take_events(self._scheduler.kv_cache_manager.take_events())
 
     def pin_for_demotion(self) -> list[tuple[int, bytes]]:
         """Returns nothing: tiers below vLLM's pool are refused when the worker is configured."""
@@ -754,7 +661,7 @@ class VllmEngine:
 
     def observe(self) -> EngineObservation:
         """Returns the cached contents, what changed in them since the last call, and the load."""
-        self._take_cache_events(self._scheduler.kv_cache_manager.take_events())
+        self._prefixes.take_events(self._scheduler.kv_cache_manager.take_events())
         stored, evicted = self._names.drain()
         running = [request for request in self._requests.values() if request.is_decoding]
         return EngineObservation(
@@ -777,9 +684,10 @@ class VllmEngine:
                 continue  # its pins are counted below
             blocks = len(request.blocks) or self._blocks_for(request.computed_tokens)
             yield request.sequence.attempt_key, blocks
-        for pinned in (self._pinned, self._staged):
-            for attempt_key, pins in list(pinned.items()):
-                yield attempt_key, len(pins.blocks)
+        for attempt_key, pinned_blocks in list(self._pinned.items()):
+            yield attempt_key, len(pinned_blocks)
+        for attempt_key, prefix in list(self._prefixes.staged.items()):
+            yield attempt_key, len(prefix.blocks)
 
     def statistics(self) -> dict[str, Any]:
         """Returns a snapshot. Any thread."""
@@ -821,12 +729,14 @@ class VllmEngine:
         cached = sum(
             block.ref_cnt == 0 and block.block_hash is not None for block in self._block_pool.blocks
         )
-        reserved = {block.block_id for pins in list(self._pinned.values()) for block in pins.blocks}
+        reserved = {block.block_id for blocks in list(self._pinned.values()) for block in blocks}
         for request in requests:
             if request.state in (RequestState.RECEIVING, RequestState.ABORTED):
                 reserved.update(request.blocks)
         staged = {
-            block.block_id for pins in list(self._staged.values()) for block in pins.blocks
+            block.block_id
+            for prefix in list(self._prefixes.staged.values())
+            for block in prefix.blocks
         } - reserved
         cached = min(cached, unused)  # another thread may have moved a block in between
         return {
@@ -865,33 +775,3 @@ def _prompt_scores(sequence: Sequence, tensors: Any) -> list[ScoredToken]:
         scores.append(ScoredToken(ids[0], logprobs[0], top, rank))
     sequence.prompt_logprobs_sent += len(scores)
     return scores
-
-
-def _cpu_isa(config: Any, layer: Any) -> str:
-    """Returns the instruction set by which vLLM's CPU attention orders a block's numbers."""
-    from vllm.v1.attention.backends import cpu_attn
-
-    return str(
-        cpu_attn._get_attn_isa(
-            config.model_config.dtype,
-            config.cache_config.block_size,
-            getattr(layer, "head_size", None),
-            config.cache_config.cache_dtype,
-        )
-    )
-
-
-def _take_worker_connector() -> Any:
-    """Takes the connector that vLLM made beside the model, which it keeps in a global."""
-    from vllm.distributed.kv_transfer import kv_transfer_state
-
-    connector = kv_transfer_state._KV_CONNECTOR_AGENT
-    kv_transfer_state._KV_CONNECTOR_AGENT = None
-    return connector
-
-
-def _give_worker_connector(connector: Any) -> None:
-    """Has vLLM's next step use this connector, whichever engine of the process was made last."""
-    from vllm.distributed.kv_transfer import kv_transfer_state
-
-    kv_transfer_state._KV_CONNECTOR_AGENT = connector

@@ -13,7 +13,7 @@ import pytest
 from diptych.engine.commands import AddSequence
 from diptych.engine.loop import EngineThread
 from diptych.engine.options import SchedulerLimits
-from diptych.engine.vllm import engine as engine_module
+from diptych.engine.vllm import internals
 from diptych.engine.vllm.engine import VllmEngine
 from diptych.engine.vllm.pool import describe_format
 from diptych.kv_transfer.layout import KVLayout
@@ -38,11 +38,12 @@ def pair(checkpoint: Callable[[str], Path]) -> Iterator[Pair]:
 
 def compatibility(engine: VllmEngine, layout: KVLayout) -> bytes:
     """What another worker's engine would tell, of which some part was replaced."""
-    return layout.compatibility(describe_format(layout, engine._format_parts()) + engine._salt)
+    parts = internals.describe_attention(engine._core.vllm_config, engine._layer_numbers)
+    return layout.compatibility(describe_format(layout, parts) + engine._salt)
 
 
 def of_another_isa(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    monkeypatch.setattr(engine_module, "_cpu_isa", lambda config, layer: "another")
+    monkeypatch.setattr(internals, "_cpu_instruction_set", lambda config, layer: "another")
     context = engine._core.vllm_config.compilation_config.static_forward_context
     for name in engine._layer_numbers:
         if hasattr(context[name], "isa"):
@@ -51,7 +52,7 @@ def of_another_isa(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> bytes
 
 
 def of_another_version(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    monkeypatch.setattr(engine_module, "check_version", lambda: "0.32.99")
+    monkeypatch.setattr(internals, "check_version", lambda: "0.32.99")
     return compatibility(engine, engine.kv_pool.layout)
 
 

@@ -406,14 +406,14 @@ def test_ids_of_a_known_conversation_are_those_of_its_whole_text() -> None:
 
 
 def test_a_long_text_of_ids_is_the_librarys_and_others_go_on_meanwhile() -> None:
-    ids = random.Random(5).choices(range(TEXT.vocabulary_size), k=200_000)
+    ids = random.Random(5).choices(range(TEXT.vocabulary_size), k=800_000)
     ids += TEXT.encode("wörld 👩‍💻", add_special_tokens=False)
     texts: list[str] = []
     working = threading.Thread(target=lambda: texts.append(TEXT.decode_in_steps(ids)))
     turns = 0
     working.start()
-    while working.is_alive():  # the library would let nobody have a turn
+    while working.is_alive():  # the library, asked once, would let this thread have one turn
         time.sleep(0.001)
         turns += 1
     assert texts == [TEXT.decode(ids)]
-    assert turns > 3
+    assert turns > 2

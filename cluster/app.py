@@ -36,12 +36,17 @@ SHUTDOWN_OPTIONS: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
     "graceful_shutdown_timeout_s": 15.0,
 }
-ACTOR_CPUS = 0.01  #: Ray does not count cores here: the engine's threads are a setting
+#: The CPUs that Ray is asked for, for each actor or rank. They are next to none: Ray does not count
+#: cores here, because the engine's threads are a setting.
+ACTOR_CPUS = 0.01
+#: Options of an actor that may run on any node.
 ANY_NODE: dict[str, Any] = {"num_cpus": ACTOR_CPUS}
-#: The node of Ray's head, where the URLs lead, if the Serve config says nothing else. It may offer
-#: no cores, so all that is asked of it is a bit of the resource that Ray gives to the head alone.
+#: Options of an actor that runs on the node of Ray's head, where the URLs lead, if the Serve config
+#: says nothing else. That node may offer no cores, so all that is asked of it is a bit of the
+#: resource that Ray gives to the head alone.
 HEAD_NODE: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-ONGOING_REQUESTS_LIMIT = 4096  #: of one replica; the router's queue is the limit that counts
+#: How many requests Serve lets run in one replica; the limit that counts is the router's queue.
+ONGOING_REQUESTS_LIMIT = 4096
 
 
 def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
@@ -72,10 +77,10 @@ def application(args: dict[str, Any]) -> serve.Application:
     """The builder of a Serve config file: `import_path: diptych.cluster.app:application`.
 
     `args` is the configuration tree of `config.py`. Serve runs this on any node, so the model must
-    be at the same path on all of them; whether it fits there is not checked. The cluster's secret
-    is taken from the environment (`DIPTYCH_SECRET`), where it does not stand in a file that many
-    may read. Raises ConfigError, also where Ray's processes ask nobody for a token and
-    `ray.auth` does not allow that.
+    be at the same path on all of them; whether it fits there is not checked. The environment's
+    `DIPTYCH_SECRET`, if it is set, replaces the cluster's secret in `args`, so that the secret need
+    not stand in a file that many may read. Raises ConfigError if the configuration is wrong, if the
+    model cannot be used, or if Ray runs without tokens although `ray.auth` is `token`.
     """
     if os.environ.get(SECRET):
         args = {**args, "secret": os.environ[SECRET]}
@@ -110,7 +115,14 @@ def _deployment(
 
 
 def _worker_deployment(name: str, pool: PoolConfig, engine: EngineKindSettings) -> serve.Deployment:
-    """Return the deployment of a pool: where its replicas find the GPUs or cores of all ranks."""
+    """Return the deployment of a pool's workers, with what each replica asks of Ray.
+
+    There are three cases:
+    - On GPUs: one actor with a GPU for each rank.
+    - On CPUs with several ranks: a placement group with a bundle for each rank, all on one node.
+    - On CPUs with one rank: one actor. vLLM's workers belong here, as the configuration refuses
+      GPUs and further ranks for them; their processes have an environment of their own.
+    """
     ranks = pool.tensor_parallel
     if engine.kind == "vllm":
         runtime_env: dict[str, Any] = {"env_vars": {"OMP_NUM_THREADS": str(pool.engine.threads)}}

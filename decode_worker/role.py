@@ -3,16 +3,17 @@
 Life of an attempt:
     RESERVING  The engine is asked for blocks. If it has none, the attempt fails (`no_capacity`).
     RECEIVING  The ticket is open: the prefill worker fills the blocks.
-    RUNNING    Every block is verified: the sequence is decoded, each token goes to the gateway.
-               The first token of each answer has gone there from the prefill worker.
-    DRAINING   The transfer failed or was cancelled: its blocks stay reserved until no write can
-               land on them.
+    RUNNING    Every block has arrived and is verified: the sequence is decoded, and each token goes
+               to the gateway, which has the first token of each answer from the prefill worker.
+    DRAINING   The transfer has failed, as it also does when it is cancelled: its blocks stay
+               reserved until no write can land on them.
 
 An attempt is one placement of a request on a pair of workers. Its KV travels in one transfer, the
 ticket: this worker offers blocks, and the prefill worker pushes into them.
 
-An attempt without a prefill worker starts as RUNNING: the engine computes its prompt here, and the
-prefix may come from tiers or a peer (`PrefixExchange`). Its first tokens are sent from here.
+An attempt without a prefill worker skips the transfer, and begins as RUNNING: the engine computes
+its prompt here, and the prefix may come from tiers or a peer (`PrefixExchange`). This worker then
+sends the first tokens too.
 """
 
 from __future__ import annotations
@@ -109,8 +110,9 @@ class DecodeRole:
         """Begins a gateway's new attempt. A duplicate changes nothing.
 
         `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
-        there are tiers below the pool. Of the prompts that wait, the one with the lowest
-        `deadline_s` is computed first; all of a worker's are by one clock.
+        there are tiers below the pool. `deadline_s` is when the first token is due, by the same
+        clock for all attempts of this worker (0: no deadline). Of the prompts that wait, the one
+        with the lowest `deadline_s` is computed first.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:
@@ -207,7 +209,8 @@ class DecodeRole:
         sequence = attempt.sequence
         first = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
         if first.prompt_digest not in (0, prompt_digest(sequence.token_ids)):
-            # Right KV of another prompt: to go on from it would answer what nobody asked.
+            # Right KV of another prompt: to go on from it would answer what nobody asked. (The
+            # digest is 0 if an older prefill worker sent none.)
             return [self._failure(attempt, "kv_prompt"), *self._end(arrived.ticket_id)]
         # The prompt's KV is here, the first token's is not: the first step here computes it.
         sequence.token_ids.append(first.tokens[0].id)

@@ -1,12 +1,16 @@
-"""Checks manifests without a cluster. Exit code 1 and one line per problem if there is any.
+"""Checks manifests without a cluster, and prints a line for each problem, or `ok` for the file.
+
+The exit code is 1 if there is a problem, and 2 where this text is printed instead.
 
     .venv/bin/python deploy/validate.py deploy/rendered/h100-ib.yaml
     helm template ... | .venv/bin/python deploy/validate.py -
 
 Built-in kinds and the pods inside a RayService are checked against Kubernetes' own schemas, and the
-kinds of `CUSTOM` against their CRDs (their definitions) in `$DIPTYCH_CRD_DIR`; without that folder
-these are skipped, and the output says so. `kuberay.py` checks what KubeRay itself would refuse, and
-`rules.py` what must fit together.
+kinds of `CUSTOM` against their CRDs (their definitions). The CRDs are in the folder
+`$DIPTYCH_CRD_DIR`, or in `shared/crds` beside the repository if the variable is not set. Without
+the folder the checks against CRDs are skipped, and the output says so. `kuberay.py` checks what
+KubeRay itself would refuse, and `rules.py` what must fit together: both only once the structure is
+right.
 """
 
 from __future__ import annotations
@@ -29,14 +33,21 @@ CUSTOM = ("RayService", "PodMonitor", "PrometheusRule")
 
 
 def crd_folder() -> Path | None:
-    """Returns the folder of CRDs: $DIPTYCH_CRD_DIR, else `shared/crds` beside the repository."""
+    """Returns the folder of CRDs: $DIPTYCH_CRD_DIR, else `shared/crds` beside the repository.
+
+    None if there is no such folder.
+    """
     configured = os.environ.get("DIPTYCH_CRD_DIR")
     folder = Path(configured) if configured else ROOT.parent.parent / "shared/crds"
     return folder if folder.is_dir() else None
 
 
 def problems(text: str, folder: Path | None) -> list[str]:
-    """Returns everything that is wrong with a file of manifests.
+    """Returns what is wrong with a file of manifests, a line for each problem; none if it is right.
+
+    The checks come in stages, and a stage that finds something is the last one: YAML and kinds,
+    the structure, what KubeRay refuses and the Serve config, the other rules. Of an object (or a
+    pod in it) that Kubernetes' own schemas refuse, only one problem is named.
 
     `folder` has the CRDs; None: the structure of custom kinds is not checked, and a wrong one is
     reported in general words when a rule stumbles over it.
@@ -68,14 +79,14 @@ def _problems_of(documents: list[Manifest], folder: Path | None) -> list[str]:
         metadata = document.get("metadata")
         name = metadata.get("name") if isinstance(metadata, dict) else None
         where = f"{document['kind']} {name}"
-        if name is None:  # a schema need not ask for it
+        if name is None:  # a schema may leave it optional
             found.append(f"{where}: no metadata.name")
         found += [f"{where}: {problem}" for problem in _structure(document, folder)]
     return found or _rules(documents)  # the rules may rely on the structure
 
 
 def _structure(document: Manifest, folder: Path | None) -> list[str]:
-    """Returns what the schemas say of one object."""
+    """Returns what the schemas find wrong with one object."""
     if document["kind"] not in CUSTOM:
         return _builtin(document)
     found: list[str] = []
@@ -94,7 +105,7 @@ def _structure(document: Manifest, folder: Path | None) -> list[str]:
 
 
 def _builtin(document: Manifest) -> list[str]:
-    """Returns what Kubernetes' own schemas say of an object."""
+    """Returns a problem that Kubernetes' own schemas find in an object; none if it is right."""
     try:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -105,7 +116,10 @@ def _builtin(document: Manifest) -> list[str]:
 
 
 def _rules(documents: list[Manifest]) -> list[str]:
-    """Returns what does not fit together; the later rules need a Serve config that is right."""
+    """Returns what does not fit together.
+
+    The rules listed at the end rely on the Serve config, so they run only once it is right.
+    """
     service = next(document for document in documents if document["kind"] == "RayService")
     found = kuberay.refusals(service) + rules.serve(service)
     if found:
@@ -119,6 +133,7 @@ def _rules(documents: list[Manifest]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
+    """Checks the files that are named (`-` is stdin), and returns the exit code."""
     if not arguments or "--help" in arguments:
         print(__doc__)
         return 2

@@ -1,14 +1,18 @@
 """What the engine thread can be told, and what it answers (pure: importable without torch).
 
+`LoadBlocks` and `BlocksLoaded` are for the tiers below the pool, which are no part of that thread.
+
 A block is KV of a fixed number of tokens, named by its index in the engine's pool. A content hash
 names what a block holds: all tokens of the prompt up to the block's end. An attempt's key names
-its sequences, and the blocks that are reserved for them; answers and events carry it.
+its sequences, and the blocks that are reserved for them. All that is about one attempt carries it;
+demotions and observations are about the whole pool and have none.
 
 Life of a prompt that is computed here: `AddSequence`, then `SequenceOutput` for each token, and
 `ReleaseSequence` when its blocks are not needed any more. Life of a prompt that was computed
 elsewhere: `ReserveBlocks`, `BlocksReserved`, the transfer, `CommitBlocks`, and on like any other.
 A prefix from elsewhere: `StagePrefix`, `PrefixStaged`, the transfer or `LoadBlocks` from the tiers
-below the pool (host memory, disk), then `CachePrefix`, or `ReleaseSequence` if nothing came.
+below the pool (host memory, disk), then `CachePrefix` with the number of blocks that came, or
+`ReleaseSequence` once a transfer has failed and cannot write any more.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from .sequence import BlocksFilled, Sequence, SequenceOutput
 class AddSequence:
     """Adds a sequence: its prompt is computed here, and then it is decoded.
 
-    If the sequence says `stop_after_first`, its blocks are held instead.
+    If the sequence says `stop_after_first`, only the first token is computed, and the blocks are
+    held until `ReleaseSequence`, so that they can be sent to a decode worker.
     """
 
     sequence: Sequence
@@ -54,10 +59,11 @@ class CommitBlocks:
     """The reserved blocks hold the KV of all tokens but the last: the sequence may be decoded."""
 
     sequence: Sequence
-    #: (index, first token id) of the further answers to the same prompt that go on.
+    #: (index, first token id) of the further answers to the same prompt that are to be decoded.
     other_answers: tuple[tuple[int, int], ...] = ()
     first_answer_ended: bool = False  #: True if answer 0 ended with its first token.
-    #: Seconds since the first token was sent, where the client's gap to the second one began.
+    #: Seconds that have passed since the client was sent the first token: they are part of its gap
+    #: to the second one.
     waited_s: float = 0.0
 
 
@@ -75,16 +81,19 @@ class ReleaseSequence:
 class StagePrefix:
     """Reserves blocks for a prefix whose KV may come from elsewhere; answered by `PrefixStaged`.
 
-    Without hashes, the blocks' content is never looked up: a probe of the transfer path needs
-    blocks of any content.
+    It reserves as many as the tiers or `peer_blocks` reach, whichever is more, and none if the pool
+    holds as much. A probe of the transfer path gives no hashes, as it needs blocks of any content:
+    it gets `peer_blocks` blocks, and they are never cached.
     """
 
     attempt_key: AttemptKey  #: What the blocks are reserved under, and released by.
     hashes: list[bytes]  #: The prefix's content hashes, one a block.
-    peer_blocks: int = 0  #: How many of the prefix's blocks a peer is said to hold.
+    #: How many of the prefix's blocks a peer is said to hold, from the first one on.
+    peer_blocks: int = 0
     pin_only: bool = False  #: True to pin what the pool holds, and reserve no more.
-    #: The prefix itself, and who shares its blocks; empty where nothing is going to be cached.
-    #: An engine that names contents by hashes of its own makes these of them.
+    #: The prefix's tokens, and the partition of the cache whose requests may share its blocks; empty
+    #: where nothing is going to be cached. An engine that names contents by hashes of its own
+    #: computes them from these two.
     token_ids: tuple[int, ...] = ()
     cache_partition: bytes = b""
 
@@ -133,10 +142,12 @@ class BlocksLoaded:
 
 @dataclass(frozen=True, slots=True)
 class DemoteBlocks:
-    """The pool runs low: the tiers may copy these (block, content hash). The blocks are pinned
-    until `BlockDemoted`."""
+    """The pool runs low: the tiers may copy these blocks, which are pinned until `BlockDemoted`.
 
-    blocks: list[tuple[int, bytes]]
+    The engine sends it by itself; each block is answered by a `BlockDemoted` of its own.
+    """
+
+    blocks: list[tuple[int, bytes]]  #: (block, content hash), in the order of their eviction.
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +170,12 @@ class ObserveEngine:
 class EngineObservation:
     """The state of the engine, as its worker reports it to the router."""
 
-    hashes: list[bytes]  #: Those by which routers can find what is cached now, all of them.
-    stored: list[bytes]  #: Of these, what came since the last observation.
-    evicted: list[bytes]  #: What went since the last observation.
+    hashes: list[bytes]  #: All hashes by which routers can find what is cached now.
+    stored: list[bytes]  #: Those of `hashes` that came since the last observation.
+    evicted: list[bytes]  #: Hashes that went since the last observation.
     free_blocks: int  #: Blocks that new sequences could get, cached ones included.
-    prefill_tokens: int  #: Since the start, as the next three.
-    prefill_s: float  #: Seconds of steps with prefill, beside decode too.
+    prefill_tokens: int  #: Computed since the start; the next three count from the start, too.
+    prefill_s: float  #: Seconds of steps with prefill, whether or not they decoded as well.
     decode_steps: int = 0  #: Steps without prefill.
     decode_s: float = 0.0  #: Seconds of these steps.
     running_sequences: int = 0  #: Sequences that are decoded.

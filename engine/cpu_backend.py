@@ -1,8 +1,8 @@
 """The backend of CPUs: C++ kernels where they run, torch everywhere else.
 
-The C++ kernels compute in bfloat16 and need AVX512-BF16 and a compiler. Torch is exact only in
-bfloat16 too: in other types its products depend on the number of rows. What the methods take and
-return is said in `backend.Backend`.
+The C++ kernels compute in bfloat16 and need AVX512-BF16 and a compiler. Torch, too, is exact only
+in bfloat16: in other types a row's products depend on how many rows are computed beside it. What
+the methods take and return is said in `backend.Backend`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class CpuBackend:
     def make_ops(
         self, options: EngineOptions, spec: ModelSpec, device: torch.device, pool_tokens: int
     ) -> tuple[Ops, str]:
+        # `exact` chooses among a GPU's kernels; those of a CPU are exact in bfloat16 anyway.
         if options.pool_dtype != options.dtype or options.weights != "model" or options.exact:
             raise KernelUnavailable("kv_dtype, weights and exact are settings of a GPU's engine")
-        # `attention: cpp` insists on the kernels: what is in their way is an error. Otherwise torch
-        # stands in, and the name says why.
+        # With `attention: cpp` it is an error if the C++ kernels cannot be used. Otherwise torch
+        # computes: by the options, or because the kernels are unavailable, and then the name says
+        # why they are.
         torch_named = "torch" in (options.kernels, options.attention)
         if (options.dtype != "bfloat16" or torch_named) and options.attention != "cpp":
             return Ops(), "torch"

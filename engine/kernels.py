@@ -1,7 +1,8 @@
 """Builds, loads and calls the C++ kernels of `native/`, where the CPU and a compiler allow it.
 
-The library is compiled once per source, compiler and CPU (about 5 s) and kept in the user's cache.
-Anything in the way (another CPU, no compiler) leaves the torch operations, and says why.
+The library is compiled once for each version of the sources and of the compiler, with or without
+AMX (about 5 s), and kept in the user's cache. Where anything is in the way (another CPU, no
+compiler), `KernelUnavailable` says why, and the engine uses the torch operations.
 
     python -m diptych.engine.kernels     # builds the library now, so that no worker has to
 """
@@ -27,11 +28,12 @@ from .ops import Ops, RmsNorm
 #: Where the kernels' sources are.
 FOLDER = Path(__file__).with_name("native")
 
-#: Rows of an MLP at a time without tiles. 2,048 rows of 1024 -> 2816 -> 1024 take 0.79 of the CPU
-#: time that they take at once, beside other processes; fewer rows read the weights too often.
+#: Rows of an MLP at a time without tiles. In such chunks 2,048 rows of an MLP of 1024 -> 2816 ->
+#: 1024 take 0.79 of the CPU time that they take all at once (measured beside other processes); in
+#: smaller chunks the weights are read too often.
 MLP_ROWS = 512
 
-#: Tokens of a KV block that attention in C++ knows; blocks of other sizes are attended in torch.
+#: The only size of KV blocks, in tokens, that attention in C++ knows; torch attends to all others.
 KERNEL_BLOCK_TOKENS = 64
 
 #: What the compiler gets: for every build, for all kernels, and for those with AMX tiles.
@@ -46,22 +48,27 @@ _Float = ctypes.c_float
 
 _ATTENTION: list[type] = [
     *(_Pointer, _Pointer, _Pointer, _Pointer),  # queries, keys, values, out
-    *(_Long, _Long, _Long, _Long),  # strides: of rows, of rows of out, of blocks, of heads
-    *(_Pointer, _Long, _Pointer),  # spans, their number, their blocks
+    # strides in elements: of rows of queries, of rows of out, of KV blocks, of KV heads
+    *(_Long, _Long, _Long, _Long),
+    *(_Pointer, _Long, _Pointer),  # spans, number of spans, their blocks
     *(_Int, _Int, _Int),  # query heads, KV heads, size of a head
     *(_Int, _Float, _Int),  # window (0: none), scale, threads
 ]
 
-#: The parameters of the functions of the library, as `native/*.cpp` declares them.
+#: The parameters of the functions that each build of the library has, in the order in which
+#: `native/*.cpp` declares them.
 SIGNATURES: dict[str, list[type]] = {
     "attention_avx512": _ATTENTION,
     "rms_norm": [
         *(_Pointer, _Pointer, _Pointer),  # rows, weight, out
-        *(_Long, _Long, _Float, _Int),  # rows, size, epsilon, threads
+        *(_Long, _Long, _Float, _Int),  # number of rows, their size, epsilon, threads
     ],
-    "silu_mul": [_Pointer, _Pointer, _Long, _Long, _Int],  # rows, out, rows, size, threads
+    "silu_mul": [
+        *(_Pointer, _Pointer),  # rows (gates, then values), out
+        *(_Long, _Long, _Int),  # number of rows, size of a row of out, threads
+    ],
     "rope_store": [
-        *(_Pointer, _Long),  # qkv, rows
+        *(_Pointer, _Long),  # qkv, number of rows
         *(_Pointer, _Pointer, _Float),  # weights of the norms of queries and keys, epsilon
         *(_Pointer, _Pointer, _Pointer),  # cosines, sines, slots in elements
         *(_Pointer, _Pointer, _Long),  # keys, values, stride of heads
@@ -69,11 +76,12 @@ SIGNATURES: dict[str, list[type]] = {
     ],
 }
 
-#: The parameters of the functions that need AMX.
+#: The same for the functions that only a build with AMX tiles has. `linear.AmxLinear` calls
+#: `linear_amx`.
 TILED_SIGNATURES: dict[str, list[type]] = {
     "attention_amx": _ATTENTION,
     "linear_amx": [
-        *(_Pointer, _Long, _Long),  # rows, stride of rows, rows
+        *(_Pointer, _Long, _Long),  # rows, stride of rows in elements, number of rows
         *(_Pointer, _Float),  # weight of the norm, epsilon
         *(_Pointer, _Pointer, _Pointer, _Pointer),  # weight, bias, residual, out
         *(_Long, _Long, _Int),  # inputs, outputs, gated
@@ -85,21 +93,23 @@ TILED_SIGNATURES: dict[str, list[type]] = {
 class NativeOps(Ops):
     """`ops.Ops` on AVX512-BF16, and on AMX tiles if `tiles`.
 
-    `Ops` says what each method takes and returns. All tensors are bfloat16 but cosines and sines,
-    and in host memory. Shapes that the kernels do not know go to the torch operations of `Ops`. The
-    constructor builds or loads the library, and raises KernelUnavailable where that cannot run;
-    `head_dim` must be a multiple of 32. `threads` compute each call.
+    `Ops` says what each method takes and returns. Rows, weights and caches are bfloat16, cosines and
+    sines are float32, and all tensors are in host memory. Shapes that the kernels do not know go to
+    the torch operations of `Ops`. The constructor builds or loads the library, and raises
+    KernelUnavailable where that cannot run; `head_dim` must be a multiple of 32. `threads` OpenMP
+    threads compute each call.
     """
 
     def __init__(self, head_dim: int, threads: int, tiles: bool) -> None:
         if head_dim % 32:  # the kernels load 32 bf16 numbers at a time
             raise KernelUnavailable(f"head size {head_dim} is no multiple of 32")
-        # KV peers compare the name: it changes with the order of additions, and so with the bits
+        # KV peers compare the name: kernels that add in another order give other bits, and so have
+        # another name. "-rows" tells attention whose rows share registers from an earlier one.
         self.name = "cpp-amx" if tiles else "cpp-avx512bf16-rows"
         self.tiles = tiles
         self.threads = threads
         self.mlp_rows = None if tiles else MLP_ROWS
-        self.arena = HugePageArena()  #: Where `linear.AmxLinear` puts its weights.
+        self.arena = HugePageArena()  #: Huge pages: `linear.AmxLinear` puts its weights there.
         self.library = _library(tiles)
         self._attention = getattr(self.library, "attention_amx" if tiles else "attention_avx512")
 
@@ -204,7 +214,10 @@ class NativeOps(Ops):
 
 
 def native_ops(head_dim: int, threads: int) -> NativeOps:
-    """Return the fastest kernels that run on this CPU. Raises KernelUnavailable."""
+    """Return the fastest kernels that run here: with AMX tiles, or else without.
+
+    Raises KernelUnavailable if neither runs.
+    """
     try:
         return NativeOps(head_dim, threads, tiles=True)
     except KernelUnavailable:
@@ -213,7 +226,10 @@ def native_ops(head_dim: int, threads: int) -> NativeOps:
 
 @cache
 def _library(tiles: bool) -> ctypes.CDLL:
-    """Return the library, built if it is not in the cache. Raises KernelUnavailable."""
+    """Return the library with or without AMX, built if it is not in the cache.
+
+    Raises KernelUnavailable.
+    """
     _check_cpu(tiles)
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
@@ -222,7 +238,7 @@ def _library(tiles: bool) -> ctypes.CDLL:
     sources = sorted(
         path for path in FOLDER.glob("*.cpp") if tiles or not path.stem.endswith("_amx")
     )
-    # the name changes with the sources, so a library of another version is never loaded
+    # the name changes with sources, compiler and flags, so no library of another version is loaded
     name = f"kernels-{_digest(compiler, flags, sources)}.so"
     try:
         path = _cache_folder() / name
@@ -248,7 +264,7 @@ def _check_cpu(tiles: bool) -> None:
 
 
 def _digest(compiler: str, flags: list[str], sources: list[Path]) -> str:
-    """Return a hash of all that a build depends on: sources, compiler and flags."""
+    """Return a hash of all that a build depends on: sources, headers, compiler and flags."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     texts = [path.read_bytes() for path in (*sources, *FOLDER.glob("*.h"))]
     inputs = b"".join([*texts, version, " ".join(flags).encode()])
@@ -268,7 +284,7 @@ def _declare(library: ctypes.CDLL, tiles: bool) -> None:
 
 
 def _cache_folder() -> Path:
-    """Return the folder that keeps libraries between starts, or a temporary one."""
+    """Return the folder that keeps libraries between starts, or a new temporary one without it."""
     try:
         folder = Path.home() / ".cache" / "diptych"
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""How long a step with decodes may take: as long as the answers allow that can still be in time.
+"""How long a step with decodes may take, so that answers that can meet their ITL target do so.
 
 A step that prefills beside decode makes every running answer wait for it. A gap is the time between
 two tokens of an answer. The ITL budget B is the step time that the engine aims at, a little below
 the target for gaps. Each running answer is in one of three states, and the state says which steps
 it allows:
 
-    GAPS    it has had at most one late gap, and one more for each hundred gaps: steps of B
+    GAPS    its late gaps are at most one, plus one for each hundred gaps it has had: steps of B
     MEAN    it has had more, but its mean gap is within B, or soon will be again: steps of B too.
             While the TTFT of a prompt is at risk, a step may also spend, beyond B, the seconds
             that the answer has saved by shorter gaps
@@ -82,7 +82,7 @@ class StepPace:
 
     limit_s: float  #: infinite if no answer's target can be met any more
     urgent_limit_s: float  #: instead of `limit_s`, while the TTFT of a prompt is at risk
-    keeps_gaps: bool = False  #: a gap that is too long may cost an answer its target
+    keeps_gaps: bool = False  #: some answer is in the state GAPS: a late gap may cost it its p99
 
     def prefill_share(self, decode_s: float) -> float:
         """The share of the time that prefill gets, beside decodes that take `decode_s` a step.

@@ -9,8 +9,12 @@ prints milliseconds, as the client sees them:
 * `beside`: between tokens of the first stream while the second's prompt is computed. Where both
   streams decode, the first one's gaps count as neither;
 * `hand-over`: between the first two tokens of the second stream. The prefill worker gives the first
-  one, the decode worker the others, so this gap shows what moving the KV leaves to wait for;
-* `TTFT`: of the second stream.
+  one, the decode worker the others, so this gap contains the part of the KV transfer that is not
+  hidden behind the prefill;
+* `TTFT`: of the second stream, from its begin to its first token.
+
+A gap counts where its later token came. So the gap in which the second stream's first token comes
+is neither `alone` nor `beside`, and the gap in which its last token comes is `alone`.
 """
 
 from __future__ import annotations
@@ -24,17 +28,19 @@ import time
 import httpx
 import numpy as np
 
-#: of the second stream, so that computing its prompt takes a while; the first has a third
+#: ids of the second stream's prompt: enough that computing it takes a while. The first stream's
+#: prompt has a third of them.
 PROMPT_TOKENS = 900
-LATER_S = 1.2  #: from the first stream's begin to the second's
+LATER_S = 1.2  #: seconds from the first stream's begin to the second's
 STREAM_TOKENS = 60  #: of the first stream's answer
-LETTER = 100  #: an id that is always text of its own, and so always a chunk
+LETTER = 100  #: the id that every answer consists of: always text of its own, and so always a chunk
 
 
 class TimedStream(threading.Thread):
     """One streamed completion, and the times at which its pieces came. Starts at once."""
 
     def __init__(self, client: httpx.Client, prompt_tokens: int, tokens: int) -> None:
+        """`prompt_tokens` and `tokens` are the lengths of the prompt and of the answer."""
         super().__init__()
         self._client = client
         self._body = {
@@ -59,7 +65,7 @@ class TimedStream(threading.Thread):
                     self.arrivals_s.append(time.perf_counter())
 
     def gaps_ms(self, begin_s: float, end_s: float) -> list[float]:
-        """Returns the gaps before the tokens that came in this time."""
+        """Returns the milliseconds from the previous token to each one that came in this time."""
         return [
             (arrival - previous) * 1e3
             for previous, arrival in itertools.pairwise(self.arrivals_s)

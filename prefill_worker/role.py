@@ -85,8 +85,9 @@ class PrefillRole:
         """Begins a gateway's new attempt. A duplicate changes nothing.
 
         `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
-        there are tiers below the pool. Of the prompts that wait, the one with the lowest
-        `deadline_s` is computed first; all of a worker's are by one clock.
+        there are tiers below the pool. `deadline_s` is when the first token is due, by the same
+        clock for all attempts of this worker (0: no deadline). Of the prompts that wait, the one
+        with the lowest `deadline_s` is computed first.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:
@@ -124,9 +125,10 @@ class PrefillRole:
                 assert_never(event)
 
     def hand_over(self) -> list[PrefillAction]:
-        """Gives up the attempts of which an answer lacks its first token: they go on elsewhere.
+        """Gives up every attempt that still lacks an answer's first token.
 
-        The transfers of the other attempts end soon by themselves.
+        Its gateway has it placed elsewhere. The transfers of the other attempts end soon by
+        themselves.
         """
         actions: list[PrefillAction] = []
         for ticket_id, attempt in list(self.attempts.items()):
@@ -167,7 +169,7 @@ class PrefillRole:
         if closing:
             return []
         actions: list[PrefillAction] = [tokens_frame(attempt.gateway, output)]
-        if output.token is not None:  # else it brings logprobs of a chunk of the prompt only
+        if output.token is not None:  # otherwise it has only the logprobs of a chunk of the prompt
             attempt.first_outputs[output.answer_index] = output
             if len(attempt.first_outputs) == attempt.answer_count:
                 actions += self._finish(ticket_id, attempt)

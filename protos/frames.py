@@ -128,9 +128,9 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True):
 class Coefficients(msgspec.Struct, frozen=True):
     """One worker's speed in closed form, for one GPU type, tensor parallelism and model.
 
-    All fields but `exposed_share` are seconds: for each call (`..._base`), token, row, or pair of
-    query and key. They are fitted to measurements (`diptych calibrate`). The methods are the only
-    home of the formulas.
+    All fields but `exposed_share` are seconds: for each prompt, step or transfer (`..._base`,
+    `step_weights`), token, row, or pair of query and key. They are fitted to measurements
+    (`diptych calibrate`). The methods are the only home of the formulas.
     """
 
     prefill_base: float  #: for each prompt
@@ -412,7 +412,8 @@ class StartPrefill(msgspec.Struct, tag="prefill", frozen=True):
     #: how many ids at the end of `token_ids` are an answer that goes on
     resumed_tokens: int = msgspec.field(default=0, name="given")
     trace: str = ""  #: as in `PlaceAttempt`
-    #: who shares the prefix cache (`kv_transfer.identity.partition_salt`); empty: all without one
+    #: Attempts share cached prefixes only if their partitions are equal, the empty one included
+    #: (`kv_transfer.identity.partition_salt`).
     cache_partition: bytes = b""
     background: bool = False  #: as in `AttemptPlaced`
 
@@ -551,7 +552,8 @@ class DeliverFrame(NamedTuple):
     frame: Any
 
 
-# What each end may receive; a frame of another type ends the connection.
+# What may come over a connection that was dialled to a router (by gateways, workers and control) or
+# to a worker (by gateways and control), in each direction. A frame of another type ends it.
 
 FramesToRouter = (
     Heartbeat

@@ -1,8 +1,13 @@
 """How two ends of a connection prove that they know the cluster's secret without saying it.
 
     listener -> dialler   Challenge(a)
-    dialler -> listener   Hello(name, kind, b, HMAC(secret, "dial", a, b, name, kind, protocol))
+    dialler -> listener   Hello(name, kind, b, HMAC(secret, "dial", a, b, name, kind, protocol),
+                                protocol)
     listener -> dialler   Welcome(HMAC(secret, "listen", a, b))
+
+The `secret` of these proofs is the listener's own. `secret_of_listener` makes it from the cluster's
+secret and the listener's name, which is the agent's name for KV and the address for frames. A proof
+for one listener opens no other one, so nobody can pass it on.
 
 The listener proves itself last, and only to a dialler that has proved to know the secret.
 HMAC is HMAC-SHA256 (RFC 2104) over the parts, each behind its length. `a` and `b` are random, so
@@ -11,8 +16,7 @@ who can change packets on the way can still read it, and take a connection over.
 
 `DiallerHandshake` and `ListenerHandshake` take and return messages, without their lengths, and do
 no I/O. `cluster/wire/handshake.py` carries them out for frames, `kv_transfer/transports/stream.py`
-for KV. Each listener asks for a secret of its own (`secret_of_listener`), by the agent's name for
-KV and by the address for frames: a proof for one opens no other one, so nobody can pass it on.
+for KV.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ from .frames import PROTOCOL, Challenge, Hello, Welcome
 HANDSHAKE_BYTES_MAX = 4096  #: Of a message whose sender has proved nothing yet.
 #: A caller that has proved nothing for so long is hung up on; a dialler waits as long.
 HANDSHAKE_TIMEOUT_S = 5.0
-#: Callers of one listener that have proved nothing yet. One more, and the oldest is hung up on: a
-#: flood must be faster than a peer's two round trips to keep the peer out.
+#: Callers of one listener that have proved nothing yet. One more, and the oldest is hung up on: to
+#: keep a peer out, a flood must open so many connections within the peer's two round trips.
 UNPROVED_CALLERS_MAX = 64
 NONCE_BYTES = 16  #: Of `a` and `b`; 128 random bits never come twice.
 LENGTH = struct.Struct(">I")  #: Stands in front of each message.
@@ -45,17 +49,23 @@ class HandshakeRefused(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What a dialling process says of itself, and the secret that it proves to know."""
+    """What a dialling process says of itself, and a secret.
+
+    `DiallerHandshake` proves `secret` as it is, so it must get an identity with the secret of the
+    listener that is dialled. `cluster/wire/connection.py`'s `dial` takes an identity with the
+    cluster's secret, and replaces that by the listener's.
+    """
 
     name: str  #: By which the listener knows this peer, and tells it from the others.
     kind: str  #: gateway | worker | control | kv
-    secret: str = field(repr=False)  #: The cluster's; of a KV agent, that of the one dialled.
+    secret: str = field(repr=False)  #: Of the listener; for `dial`, the cluster's.
 
 
 class DiallerHandshake:
     """The side of the end that dials: `answer` the Challenge, then `conclude` with the Welcome."""
 
     def __init__(self, identity: PeerIdentity) -> None:
+        """`identity` has the secret of the listener (`secret_of_listener`)."""
         self._identity = identity
         self._expected_proof = b""  #: Of the Welcome; empty before `answer`.
 
@@ -84,6 +94,7 @@ class ListenerHandshake:
     """
 
     def __init__(self, secret: str) -> None:
+        """`secret` is this listener's own (`secret_of_listener`)."""
         self._secret = secret
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         #: What the dialler says of itself; None until that is proved.
@@ -114,7 +125,7 @@ def with_length(message: bytes) -> bytes:
 
 
 def message_size(header: bytes | memoryview) -> int:
-    """Return the bytes of the message behind `header`, which has `LENGTH.size` of its own.
+    """Return how many bytes the message behind `header` has. A header is `LENGTH.size` bytes.
 
     Raises HandshakeRefused above `HANDSHAKE_BYTES_MAX`.
     """
@@ -125,9 +136,10 @@ def message_size(header: bytes | memoryview) -> int:
 
 
 def secret_of_listener(secret: str, kind: str, name: str) -> str:
-    """Return the secret of one listener, which whoever knows the cluster's `secret` can compute.
+    """Return the secret of one listener, made from `secret`, which is the cluster's.
 
-    A proof of this secret is worth nothing to other listeners, whose secrets differ.
+    `kind` and `name` are "kv" and the agent's name, or "frames" and the address. A proof of this
+    secret is worth nothing to other listeners, whose secrets differ.
     """
     return _hmac(secret, [b"listener", kind.encode(), name.encode()]).hex()
 

@@ -6,8 +6,8 @@ system prompts differ, and every eighth (512 tokens) behind; the worker itself m
 
 Life of an entry:
     reported or predicted -> stored; a predicted one ends after a while if no report confirms it
-    evicted, or surplus   -> removed; each worker's entries are bounded, the least recently used go
-                             first, and of one prefix the tail before the head
+    evicted, or surplus   -> removed; each worker's entries are bounded, those reported or predicted
+                             longest ago go first, and of one report the tail before the head
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from operator import itemgetter
 
 from ..kv_transfer import identity
 
-BLOCK_TOKENS = identity.HASH_TOKENS  #: of a hashed block
+BLOCK_TOKENS = identity.HASH_TOKENS  #: tokens of a hashed block
 #: Which positions are looked up: the first `FRONT_BLOCKS`, and then the last of each `STRIDE`.
 #: Workers report the same ones (`identity.is_looked_up`).
 FRONT_BLOCKS = identity.FRONT_BLOCKS
 STRIDE = identity.LOOKUP_STRIDE
 SHARED_MASKS_MAX = 1 << 16  #: masks that entries share; with more, sharing begins anew
-#: So many workers that hold as much of a prompt are noted one by one; more, as a mask.
+#: Up to so many workers that hold the same depth of a prompt are noted one by one; more, as a mask.
 LISTED_HOLDERS_MAX = 8
 
 
@@ -79,8 +79,9 @@ class Hits:
     def __init__(self) -> None:
         self.deepest = 0  #: the longest match
         self.holders = 0  #: a mask of the workers that have it
-        self.depth_by_slot: dict[int, int] = {}  #: where few workers hold as much
-        self.wide_depths: list[tuple[int, int]] = []  #: (depth, mask) where many do, deepest first
+        self.depth_by_slot: dict[int, int] = {}  #: where few workers have the same depth
+        #: (depth, mask of the workers) where many have it, deepest first
+        self.wide_depths: list[tuple[int, int]] = []
 
     def depth(self, slot: int) -> int:
         """Return how many of the sampled hashes the worker holds."""
@@ -116,7 +117,7 @@ class PrefixIndex:
         self._per_worker = per_worker
         self._ttl_s = predicted_ttl_s
         self._holders: dict[bytes, int] = {}  #: hash -> mask of the workers that hold it
-        #: slot -> hash -> until when it counts; the least recently used first
+        #: slot -> hash -> until when it counts; those reported or predicted longest ago first
         self._held: dict[int, dict[bytes, float]] = {}
         self._shared_masks: dict[int, int] = {}  #: each mask by itself: equal ones are one object
         #: (until when, slot, hashes) of predictions, the oldest first
@@ -125,12 +126,15 @@ class PrefixIndex:
     # ---- what workers hold -----------------------------------------------------------------------
 
     def store(self, slot: int, hashes: Sequence[bytes]) -> None:
-        """Note that the worker says that it holds these prefixes, each root first."""
+        """Note the hashes that the worker reports; those of one prompt come root first."""
         tail_first = hashes[::-1]
         self._insert(slot, tail_first, inf)
 
     def predict(self, slot: int, sampled: Sequence[bytes], now: float) -> None:
-        """Note that the worker is about to compute the prefixes `sampled`, root first."""
+        """Note that the worker will soon hold the prefixes of these hashes, which come root first.
+
+        The entries end `predicted_ttl_s` after `now`, unless the worker reports them before.
+        """
         tail_first = sampled[::-1]
         until = now + self._ttl_s
         self._insert(slot, tail_first, until)
@@ -148,7 +152,7 @@ class PrefixIndex:
         for content in tail_first:
             previous_until = held.pop(content, None)
             if previous_until is not None:
-                held[content] = max(until, previous_until)  # behind all others: used last
+                held[content] = max(until, previous_until)  # behind all others: the last to go
                 continue
             other_holders = holders.get(content)
             if other_holders is None:
@@ -181,7 +185,7 @@ class PrefixIndex:
                 del holders[content]
 
     def expire(self, now: float) -> None:
-        """End the predicted entries that no report has confirmed."""
+        """Remove the predicted entries whose time is up and that no report has confirmed."""
         while self._predicted and self._predicted[0][0] <= now:
             _, slot, hashes = self._predicted.popleft()
             held = self._held.get(slot, {})
@@ -249,7 +253,10 @@ class PrefixIndex:
             position, mask = self._next_shallower(sampled, probes, position, mask)
 
     def _bisect_last_held(self, sampled: Sequence[bytes], probes: list[tuple[int, int]]) -> None:
-        """Look for the last hash that anybody holds; the last of `probes` is found there."""
+        """Look for the last hash that anybody holds; append each that is held to `probes`.
+
+        So the last of `probes` is that hash.
+        """
         low = 0
         high = len(sampled) - 1
         while low < high:
@@ -268,7 +275,7 @@ class PrefixIndex:
         position: int,
         mask: int,
     ) -> tuple[int, int]:
-        """Return the last position that has other holders than `mask`, and those holders.
+        """Return the last position before `position` whose holders are not `mask`, with them.
 
         `probes` are earlier look-ups before `position`, from which the bisection starts.
         """
@@ -289,21 +296,24 @@ class PrefixIndex:
         return low, low_mask
 
     def stands(self, hits: Hits, sampled: Sequence[bytes]) -> bool:
-        """Whether the longest match is still the one in `hits`."""
+        """Whether the longest match, and who holds it, is still the one in `hits`."""
         depth = hits.deepest
         if depth and self._holders.get(sampled[depth - 1]) != hits.holders:
             return False
         return depth == len(sampled) or not self._holders.get(sampled[depth])
 
     def reported_hashes(self, slot: int) -> list[bytes]:
-        """Return the prefixes that the worker has said that it holds, in the order of `store`."""
+        """Return the hashes that the worker has reported and still holds, without predictions.
+
+        Another index can `store` them as they are: the latest come first, each prompt's root first.
+        """
         held = self._held.get(slot, {})
         return [content for content in reversed(held) if held[content] == inf]
 
     def held_count(self, slot: int) -> int:
-        """Return how many prefixes the worker holds."""
+        """Return how many entries the worker has, predicted ones included."""
         return len(self._held.get(slot, ()))
 
     def __len__(self) -> int:
-        """Pairs of a worker and a prefix that it holds."""
+        """The entries of all workers: pairs of a worker and a hash."""
         return sum(map(len, self._held.values()))

@@ -1,10 +1,11 @@
-"""The requests that are not placed yet: the urgent by when they must begin, the overdue by age.
+"""The requests that are not placed yet, urgent or overdue.
 
 Life of a queued request:
     enters     -> urgent, in order of (priority, `start_by_s`): when its prefill must begin at the
                   latest, put off by its tenant's debt. By deadline alone, long prompts would begin
                   too late
-    too late   -> overdue: served when no urgent one can be, and now and then once it is old
+    too late   -> overdue, in the order in which requests became so: served when no urgent one can
+                  be, and the first one now and then before the urgent ones, once it is old
     leaves     -> placed, refused, ended, or given up at `expires_at`
 """
 
@@ -39,20 +40,22 @@ class QueuedRequest:
     arrived_at: float  #: when the client's request began
     deadline: float  #: of its first token
     expires_at: float  #: when the router gives it up
-    old_at: float  #: from when on it is old: others and their targets go no longer before it
+    old_at: float  #: after this moment it is old (`is_old`)
     itl_s: float  #: its target for the seconds between two tokens (inter-token latency)
     sampled_hashes: Sequence[bytes]  #: the prefix hashes that are looked up, root first
     tie_hash: int  #: seeded hash of the key, which spreads requests over equal workers
     local: bool  #: its prompt must be computed on its decode worker
     prompt_tokens: int
     excludes_workers: bool  #: its gateway has named workers as lost or to avoid
-    kv_tokens_read: float  #: by a step for all its answers, on average
-    expected_tokens: float  #: in blocks at the expected end of all its answers
+    kv_tokens_read: float  #: whose KV a decode step reads for all its answers, on average
+    expected_tokens: float  #: whose KV is in its blocks when all its answers end as expected
 
     # ---- what the last look at the index has found ----
     hits: Hits = NOBODY  #: who holds how much of its prompt
     looked_at_version: int = -1  #: `WorkerFleet.membership_version` at that time
-    holder: WorkerState | None = None  #: who holds most of its prompt
+    #: one of the workers that hold most of its prompt; None: none does, or so many that hardly any
+    #: worker needs to fetch it
+    holder: WorkerState | None = None
     held_tokens: int = 0  #: of the prompt, on `holder`
     fetchable: bool = False  #: those tokens can be moved from `holder`
 
@@ -75,7 +78,11 @@ class QueuedRequest:
         return spread << 16 | slot
 
     def is_old(self, now: float) -> bool:
-        """Whether it has waited so long that others, and their targets, go before it no longer."""
+        """Return whether it has waited for long enough to slow others down.
+
+        An old request may go where it breaks the ITL targets of sequences that decode, and an old
+        overdue one is served now and then before urgent ones.
+        """
         return now > self.old_at
 
 
@@ -98,7 +105,7 @@ def _rank_of(entry: tuple[Rank, QueuedRequest]) -> Rank:
 
 
 class RequestQueue:
-    """Every request that is not placed, in both orders. Deterministic: ties by order of entry.
+    """Every request that is not placed. Deterministic: ties are broken by order of entry.
 
     An urgent request that prefers a worker's cache stands in that worker's own queue too. The
     seconds of those requests are the worker's `preferring_s`.
@@ -127,7 +134,7 @@ class RequestQueue:
         return key in self.by_key
 
     def most_urgent(self, limit: int) -> list[QueuedRequest]:
-        """Return the first urgent requests."""
+        """Return the first urgent requests, `limit` at most."""
         return [request for _, request in self.urgent[:limit]]
 
     # ---- entering --------------------------------------------------------------------------------
@@ -154,8 +161,8 @@ class RequestQueue:
         The charge is the request's fastest prefill. A tenant's share of the fleet is `capacity`
         over the tenants that have asked lately; its debt is paid off at that rate.
 
-        That is the time in which the tenant's share of the fleet serves what the tenant asked
-        beyond `QUANTUM_S`; zero for the only tenant.
+        The returned delay is the time in which the tenant's share of the fleet serves what the
+        tenant asked beyond `QUANTUM_S`. It is zero for the only tenant.
         """
         tenant = request.place.tenant
         account = self._accounts.get(tenant)

@@ -1,8 +1,13 @@
-"""The cluster in virtual time: the real router, analytic workers, traces, metrics, the bound."""
+"""The cluster in virtual time: the real router, modelled workers, traces of requests, metrics.
+
+`search` finds the largest load that a policy serves within its targets, `bound` an upper bound of
+what any policy could serve on the same hardware.
+"""
 
 from .. import engine
 from ..router import native
 
+# Before any module of the two packages is imported, so that compiled ones are found first.
 native.prefer_compiled("engine", engine.__path__)
 native.prefer_compiled("simulator", __path__)
 

@@ -1,11 +1,14 @@
-"""An upper bound of goodput that no policy beats on this hardware: a fluid linear program.
+"""An upper bound of the goodput that any policy can reach on this hardware: a fluid linear program.
 
 The program relaxes the real problem: nothing queues, everyone shares an infinite prefix cache,
 transfers are free, lengths are known, and each replica may mix prefill and decode at will.
 
+Two roundings are no relaxations, so the bound holds but for what they cost: each request counts as
+the mean of its class, and decode steps take one of a few lengths (`_step_times`).
+
 Requests fall into classes i, replicas into pools g of n_g equal ones. A mode m is a pool that
-decodes with steps of t seconds. All variables are rates of requests/s, but tau_m: how many
-replicas' time goes to the steps of mode m.
+decodes with steps of t seconds. All variables are requests/s, except tau_m: the number of replicas
+whose whole time goes to the steps of mode m.
 
     maximise  rate                             requests/s that are offered
     subject to
@@ -17,7 +20,8 @@ replicas' time goes to the steps of mode m.
     sum_i decoded_im * decode_compute_s_im <= tau_m * (1 - step_base / t)      rows and attention
     sum_i decoded_im * decode_read_s_im <= tau_m * (1 - step_s(0, 0) / t)      KV beside weights
     sum_i decoded_im * t * context_tokens_i / kv_tokens_g <= tau_m             KV that is resident
-    prefilled_ig = 0 where a lone prefill of class i misses the TTFT target on pool g
+    prefilled_ig = 0 where class i's mean prefill, alone on a replica of pool g, takes longer than
+                     the TTFT target of the class's shortest prompt
 
 The seconds are those of `protos.frames.Coefficients`. Two kinds of hardware go in: a fleet as it is
 simulated, and `kernel_hardware`, which is nearer to physics and so gives a higher bound.
@@ -143,8 +147,9 @@ class RequestSeconds(NamedTuple):
 def mean_request_seconds(hardware: Hardware, load: RequestClasses, itl_s: float) -> RequestSeconds:
     """Return the replica time of the mean request, if each phase has replicas of its own.
 
-    A decode replica is full of KV, and each of its steps reads `kv_tokens`. A step takes as long as
-    that, the ITL target at most. So an answer takes `context_tokens / kv_tokens` whole steps.
+    A decode replica is full of KV, and each of its steps reads `kv_tokens`. So an answer takes the
+    time of `context_tokens / kv_tokens` steps of the whole replica. A step counts as the ITL target
+    `itl_s` at most: where a full replica's step takes longer, `decode_s` is too low.
     """
     cost = hardware.cost
     prefill_s = cost.mean_prefill_s(load.mean(load.uncached_tokens), load.mean(load.pairs))
@@ -281,7 +286,7 @@ class _Program:
         return float(solution.x[columns.rate])
 
     def _add_demand(self, target_share: float) -> None:
-        """Requests are served as they are offered, and both of their phases are done somewhere."""
+        """No more requests are served than offered, prefilled or decoded; enough of them are."""
         columns = self.columns
         for index, share in enumerate(self.load.share):
             served = _Term(columns.served[index], 1.0)

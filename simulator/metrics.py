@@ -21,7 +21,7 @@ from .errors import SimulationError
 from .hardware import Hardware
 from .trace import WorkloadRequest
 
-ROUNDING_FACTOR = 1.0 + 1e-9  #: a time that exceeds its target by less keeps the target
+ROUNDING_FACTOR = 1.0 + 1e-9  #: a time of up to its target times this keeps the target
 PERCENTILES = (50, 90, 99)  #: of a summary's times; they are named `p50` and so on
 
 
@@ -34,7 +34,7 @@ class MeasuredRequest(Protocol):
     first_token_at: float  #: when the client got it
     ended_at: float  #: when the client got the last token
     ttft_target_s: float  #: for the seconds from arrival to first token
-    late_gaps: int  #: those over the ITL target
+    late_gaps: int  #: number of gaps over the ITL target
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Slo:
         )
 
     def ttft_target_s(self, prompt_tokens: int) -> float:
-        """Return the TTFT target of a prompt."""
+        """Return the TTFT target, in seconds, of a prompt of so many tokens."""
         if not self.ttft_multiple or self.reference_hardware is None:
             return self.ttft_s
         isolated_s = self.reference_hardware.cost.prefill_s(prompt_tokens, prompt_tokens)
@@ -133,9 +133,10 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, gc=False):
     ttft_target_s: float
     tpot_s: float  #: mean gap; 0: there is none
     first_gap_s: float  #: from the first token to the second; 0: there is no second
-    late_gaps: int  #: those over the ITL target
-    cached_tokens: int  #: of the prompt, where it was computed
-    moved_tokens: int  #: whose KV went to a decode worker; 0: the prompt was computed there
+    late_gaps: int  #: number of gaps over the ITL target
+    cached_tokens: int  #: tokens of the prompt that were cached where it was computed
+    #: tokens whose KV went to a decode worker; 0: the prompt was computed on that worker
+    moved_tokens: int
     targets_met: bool  #: by `Slo.is_met`
     predicted_ttft_s: float  #: by the router; 0: it predicted nothing
 
@@ -151,15 +152,17 @@ class RunSummary:
     requests: int
     attainment: float  #: share of the requests that met their targets
     refused: int
-    prefix_hit: float  #: share of the prompt tokens that were cached
+    prefix_hit: float  #: share of the served requests' prompt tokens that were cached
     local: float  #: share of the served requests whose prompt was computed where they decode
     ttft: dict[str, float] = field(default_factory=dict)  #: from arrival to first token
     #: A request's mean gap between tokens; of requests with a gap.
     tpot: dict[str, float] = field(default_factory=dict)
     first_gap: dict[str, float] = field(default_factory=dict)  #: of requests with a gap
-    deciles: list[float] = field(default_factory=list)  #: attainment by tenth of the prompt lengths
+    #: Attainment of each tenth of the requests, sorted by prompt length, the shortest first.
+    deciles: list[float] = field(default_factory=list)
     tenants: dict[str, float] = field(default_factory=dict)  #: attainment by tenant
-    ttft_error: float = 0.0  #: median of |predicted - observed| / observed
+    #: Median of |predicted - observed| / observed TTFT, over served requests with a prediction.
+    ttft_error: float = 0.0
 
 
 def summarize(outcomes: list[SimulatedOutcome]) -> RunSummary:

@@ -27,14 +27,14 @@ from .documents import PolicyEntry
 from .fleet import FleetSplit, Split, possible_splits
 from .metrics import RunSummary, summarize
 
-G90 = 0.9  #: shares of requests that meet their targets
-G99 = 0.99
+G90 = 0.9  #: the share of requests that must meet their targets at the rate G90
+G99 = 0.99  #: the same at the rate G99
 TOLERANCE = 0.015  #: relative, of the rates found
 COARSE_TOLERANCE = 4 * TOLERANCE  #: the same, while splits are compared
 GROWTH = 1.25  #: factor from one rate to the next before both ends are known
 MINIMUM_SHARE = 1 / 64  #: of the first rate: where not even this is held, the answer is 0
 BETTER = 1.01  #: times the best rate so far that a split must hold to be searched
-FIRST_RATE_FACTOR = 1.1  #: from there to the first rate of the split's search
+FIRST_RATE_FACTOR = 1.1  #: times that rate: where the search of this split begins
 SPLITS_AHEAD = 3  #: splits that are looked at together where cores are spare
 START_RATE_PER_REPLICA = 0.6  #: requests/s at which the first search begins
 G99_START_SHARE = 0.6  #: of G90, at which the search for G99 begins
@@ -43,7 +43,7 @@ G99_START_SHARE = 0.6  #: of G90, at which the search for G99 begins
 MIXED_DISTANCE = 9
 
 ProgressReporter = Callable[[str], None]  #: takes one line for a person
-#: A document's value, without integers of its own: they count as floats.
+#: A document's value. It has no `int`: to the type checker an integer is a float too.
 Json = dict[str, "Json"] | list["Json"] | str | float | bool | None
 
 
@@ -187,7 +187,9 @@ class Search:
     ) -> HighestRate:
         """Return the split that holds the largest rate, and that rate over all seeds.
 
-        The first candidate is searched from `start` on, the others from the best rate so far.
+        Candidates are searched from `start` on until one holds a rate. Each of the others must
+        hold slightly more than the best rate so far (`BETTER`), and is searched from a tenth above
+        that on (`FIRST_RATE_FACTOR`). The rate is 0 if no candidate holds any.
         """
         best = HighestRate()
         remaining = list(candidates)

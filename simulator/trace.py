@@ -8,9 +8,12 @@ block has 64 tokens, or a multiple of them (512 at most).
 
 1. It takes `k = ceil(rate / recorded rate)` copies of the trace. Each copy has block ids of its
    own; only a first block that most requests share stays shared.
-2. It shifts each copy around the clock by a random time, and stretches time by
-   `k * recorded rate / rate`, which is at least 1: time is never squeezed.
-3. It spreads timestamps that lie on a grid uniformly inside their grid step.
+2. It spreads timestamps that lie on a grid uniformly inside their grid step.
+3. It stretches time by `k * recorded rate / rate`, which is at least 1: time is never squeezed. If
+   there are several copies, it shifts each one around the clock by a random time.
+
+In a trace with sessions, each session of each copy starts at a random time of the load instead of
+step 3, and the times inside of it stay as recorded.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ class TraceRequest:
     prompt_blocks: tuple[int, ...] = ()  #: ids of the prompt's blocks; the last may be partial
     tenant: str = ""  #: for whom it is
     session: int = -1  #: the session of which this is a turn; -1: the request is no turn
-    #: Ids of the blocks behind the prompt that hold the answer, as far as a later prompt shows
-    #: them.
+    #: Ids of the blocks behind the prompt's full blocks, as far as a later prompt shows them. They
+    #: hold the answer; the first one begins with the rest of the prompt if that fills no block.
     answer_blocks: tuple[int, ...] = ()
     output_limit: int = 0  #: tokens that the client allows the answer; 0: the client does not say
 
@@ -70,7 +73,7 @@ class WorkloadRequest:
 
 
 class RequestBlocks(NamedTuple):
-    """What the requests that come of one `TraceRequest` in one copy of the trace share.
+    """The block lists of one `TraceRequest` in one copy of the trace; all loads share them.
 
     The fields are those of `WorkloadRequest`.
     """
@@ -117,8 +120,10 @@ class Trace:
         return len(self.requests) / self.span_s
 
     def head(self, share: float) -> Trace:
-        """Return the first `share` of the trace by time; of a trace with sessions, so many of
-        these, by number and as a whole."""
+        """Return the first `share` of the trace by time.
+
+        Of a trace with sessions it is the first `share` of the sessions by number, each one whole.
+        """
         if self.has_sessions:
             last_session = max(request.session for request in self.requests) * share
             requests = [request for request in self.requests if request.session <= last_session]
@@ -141,7 +146,7 @@ class Trace:
 
         In a closed loop the later turns of a session are no elements of the list. Each hangs at
         the turn before (`next_turn`) and comes its think time after that one's end. Otherwise all
-        come when they were recorded, whatever becomes of those before.
+        come at the times that the module's steps give them, whatever becomes of those before.
         """
         copies = self._copies_for(rate)
         span_s = copies * len(self.requests) / rate
@@ -281,7 +286,7 @@ class Trace:
 
 
 def block_hash(block_id: int, part: int) -> bytes:
-    """Return what stands for the content hash of one 64-token part of a block; it has 8 at most."""
+    """Return what stands for the content hash of a block's 64-token part; a block has 8 at most."""
     return (block_id * 8 + part).to_bytes(16, "little")
 
 

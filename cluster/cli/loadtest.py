@@ -1,4 +1,4 @@
-"""`diptych loadtest`: Locust as a subprocess, its report, and the comparison of two runs."""
+"""`diptych loadtest` runs Locust as a subprocess and reports its run; it also compares two runs."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ...loadtests.plan import LoadPlan
 
 app = typer.Typer(help="Offer load to an OpenAI-compatible endpoint, and report goodput.")
+#: The error where Locust is not installed.
 INSTALL = "the load test needs Locust: pip install 'diptych[loadtest]'"
 #: Fields of the load test's plan whose options have other names here.
 OPTION_OF_FIELD = {
@@ -44,42 +45,58 @@ OPTION_OF_FIELD = {
 #: from the first to the second; empty: as the trace was recorded.
 DEFAULT_RATES = {"ramp": "1-16", "trace": ""}
 DEFAULT_RATE = "2"
-#: By the letter behind a duration; without a letter it is in seconds.
+#: Seconds by the letter behind a duration; a duration without a letter is in seconds.
 SECONDS_OF_UNIT = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 Profile = Annotated[str, typer.Option(help="constant, poisson, burst, ramp, trace or chat.")]
 Rate = Annotated[
     str | None,
-    typer.Option(help="Requests per second; LOW-HIGH for ramp. Default: 2, 1-16, as recorded."),
+    typer.Option(
+        help="Requests per second; LOW-HIGH for ramp. Default: 2 (ramp 1-16, trace as recorded)."
+    ),
 ]
-Users = Annotated[int, typer.Option(min=1, help="Of the chat profile.")]
-Duration = Annotated[str, typer.Option(help="In which requests are offered: 90s, 3m.")]
-Slo = Annotated[str, typer.Option(help="What a request must keep.")]
+Users = Annotated[int, typer.Option(min=1, help="Users of the chat profile.")]
+Duration = Annotated[str, typer.Option(help="Time in which requests are offered: 90s, 3m.")]
+Slo = Annotated[str, typer.Option(help="Targets that a request must meet to count as goodput.")]
 Gates = Annotated[
     list[str] | None,
-    typer.Option(help="What must hold, else exit code 4: goodput>=0.95, ttft_p99<=1500."),
+    typer.Option(
+        help="Figure that must hold, else exit code 4: goodput>=0.95, ttft_p99<=1500 (ms)."
+    ),
 ]
 Laptop = Annotated[
     bool, typer.Option("--laptop", help="Start a cluster here for the run, and stop it.")
 ]
 Grpc = Annotated[
-    str, typer.Option(help="HOST:PORT: over gRPC; --endpoint is asked first. auto: of --laptop.")
+    str,
+    typer.Option(
+        help="Send the load over gRPC to HOST:PORT; auto: to the cluster of --laptop. The endpoint "
+        "is asked over HTTP which model it has."
+    ),
 ]
-Model = Annotated[str, typer.Option(help="Default: the first of /v1/models.")]
-Tokens = Annotated[str, typer.Option(help="N or LOW-HIGH.")]
+Model = Annotated[str, typer.Option(help="Model to ask for. Default: the first of /v1/models.")]
+Tokens = Annotated[str, typer.Option(help="Tokens: N or LOW-HIGH.")]
 Shared = Annotated[
-    int, typer.Option(min=0, help="That all prompts begin with; chat: of a system prompt.")
+    int,
+    typer.Option(min=0, help="Tokens that all prompts begin with; chat: of each system prompt."),
 ]
-Think = Annotated[float, typer.Option(min=0, help="Mean seconds before a message (chat).")]
-Steps = Annotated[int, typer.Option(min=1, help="Rates of a ramp.")]
+Think = Annotated[
+    float, typer.Option(min=0, help="Mean seconds between an answer and the next message (chat).")
+]
+Steps = Annotated[int, typer.Option(min=1, help="Number of rates in a ramp.")]
 Trace = Annotated[str, typer.Option(help="File, or synthetic[:N], for --profile trace.")]
 Scale = Annotated[float, typer.Option(help="Factor on the trace's lengths.")]
-Dispatch = Annotated[str, typer.Option(help="timestamp or thinktime (traces).")]
-Seed = Annotated[int, typer.Option(help="Of arrivals, lengths and texts.")]
-Drain = Annotated[float, typer.Option(min=0, help="Seconds for what runs at the end.")]
+Dispatch = Annotated[
+    str, typer.Option(help="timestamp, or thinktime: a trace's turns wait for the one before.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of arrivals, lengths and texts.")]
+Drain = Annotated[float, typer.Option(min=0, help="Seconds for answers that still run at the end.")]
 Processes = Annotated[int, typer.Option(min=1, help="Client processes on this machine.")]
 Workers = Annotated[
-    int, typer.Option(min=0, help="Wait for so many `loadtest worker` of other machines.")
+    int,
+    typer.Option(
+        min=0, help="Wait for so many processes of `loadtest worker`; they alone offer the load."
+    ),
 ]
 Ui = Annotated[int | None, typer.Option(help="Locust's web page on this port.")]
 Metrics = Annotated[str, typer.Option(help="URLs of the server's Prometheus metrics.")]
@@ -131,7 +148,7 @@ def loadtest(
     """
     if context.invoked_subcommand:
         return  # `compare` or `worker` runs instead
-    options = dict(locals())  # by name, as the plan takes its fields from them
+    options = dict(locals())  # by parameter name: the plan takes its fields from them
     check_output(output)
     check_writable(out)
     check_writable(html)
@@ -184,17 +201,23 @@ def _parse_duration(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """What is loaded."""
+    """Where the load goes."""
 
-    url: str  #: The endpoint's, for HTTP.
-    #: Fields of the plan that follow from the target, and replace those of the command line.
+    url: str  #: URL of the HTTP endpoint.
+    #: Fields of the plan that only the target knows; they replace those of the command line.
     plan_fields: dict[str, str] = field(default_factory=dict)
 
 
 @contextmanager
 def _target(options: dict[str, Any]) -> Iterator[LoadTarget]:
-    """Yield the endpoint, or with `--laptop` a cluster that runs meanwhile."""
+    """Yield the endpoint, or with `--laptop` a cluster that runs meanwhile.
+
+    Any value of `--grpc` means the gRPC address of that cluster. Without `--laptop`, `auto` means
+    no address: the command fails.
+    """
     if not options["laptop"]:
+        if options["grpc"] == "auto":
+            fail("--grpc auto needs --laptop: give HOST:PORT of the endpoint's gRPC API", 2)
         yield LoadTarget(options["endpoint"])
         return
     from ...loadtests.errors import LoadError
@@ -217,9 +240,10 @@ def _target(options: dict[str, Any]) -> Iterator[LoadTarget]:
 def _locust_command(plan: LoadPlan, target: LoadTarget, options: dict[str, Any]) -> list[str]:
     """Return Locust's command line; the plan travels as options of our locustfile."""
     processes = options["processes"]
-    # Locust starts users: of chats each is a conversation; of all other profiles one in each
-    # process sends that process's share of the requests. `-r` starts all of them in the first
-    # second.
+    # In the chat profile each of Locust's users is a conversation. In all others one user in each
+    # process sends that process's share of the requests; further users have nothing to do. Only
+    # the processes of `loadtest worker` offer load if there are any: `--processes` is then not
+    # passed on. `-r` starts all users in the first second.
     users = plan.users if plan.load == "chat" else max(processes, options["workers"])
     command = [*_locustfile_command(), "--host", target.url]
     command += ["-u", str(users), "-r", str(max(users, 1))]

@@ -21,21 +21,23 @@ CLEAR_SCREEN = "\x1b[2J\x1b[H"  #: Terminals' codes: clear all, and go to the up
 class PoolRow(NamedTuple):
     """One pool's cells; the defaults are the heading.
 
-    Replicas are counted in the pool that they belong to, even when they have another role for now.
-    Requests and KV blocks are counted by the role of their worker.
+    READY, TARGET, ROLES and GPU are of the replicas that belong to the pool, even when they have
+    another role for now. QUEUE, RUNNING and KV USED are of the workers that have the pool's role
+    now: the work on a flipped worker shows in the pool of its role.
     """
 
     pool: str = "POOL"
-    ready: str = "READY"
+    ready: str = "READY"  #: Replicas that are up, of TARGET; all but those that leave count.
     target: str = "TARGET"  #: Replicas that the pool should have.
     roles: str = "ROLES"  #: How many of the pool's workers have which role now.
     gpu: str = "GPU"  #: Names of the GPU types, or `cpu`.
-    queue: str = "QUEUE"  #: Requests that wait, in the router too for the pool that prefills.
+    queue: str = "QUEUE"  #: Waiting requests; for the pool that prefills, those in the router too.
     running: str = "RUNNING"
     kv_used: str = "KV USED"  #: Share of the blocks of KV memory.
-    prefix_hit: str = "PREFIX HIT"  #: Share of prompt tokens that were cached; not of decode.
+    prefix_hit: str = "PREFIX HIT"  #: Share of prompt tokens that were cached; a dash for decode.
     ttft_p95: str = "P95 TTFT"  #: Time to the first token; of the pool that prefills.
-    itl_p95: str = "P95 ITL"  #: Time between two tokens; of the pool that decodes.
+    #: Time between two tokens, of the pool that decodes: of each answer its 99th percentile.
+    itl_p95: str = "P95 ITL"
     note: str = "NOTE"
 
 
@@ -61,7 +63,10 @@ def status(
     admin: AdminUrl = DEFAULT_ADMIN,
     token: Token = "",
 ) -> None:
-    """Show the cluster and its pools; `-o wide` each worker too. Exit code 3 when degraded."""
+    """Show the cluster and its pools; `-o wide` each worker too.
+
+    Exit code 3 when the cluster is not healthy; `--watch` runs until it is interrupted.
+    """
     check_output(output, *OUTPUTS)
     while True:
         cluster = AdminClient(admin, token).get("/admin/v1/cluster")

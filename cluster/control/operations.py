@@ -265,7 +265,7 @@ class Operations:
         """
         for worker in workers:
             if worker["state"] not in ("ready", "draining"):
-                raise ApiError("refused", f"{worker['id']}: it is {worker['state']} already")
+                raise ApiError("refused", f"{worker['id']}: it is {worker['state']}")
         if not dry_run:
             for worker in workers:
                 await self._change_role(worker, new_roles[worker["id"]], hand_over)

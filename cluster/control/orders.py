@@ -1,7 +1,8 @@
-"""What operators may order (pure): replica counts and roles, and the sentence that says why not.
+"""Rules for operators' orders (pure): which pools may be scaled, which workers drained or flipped.
 
-`scale` counts the replicas that belong to a pool. A flip changes the role in which a worker works,
-and leaves the worker in its pool.
+Each refusal is a sentence that says why not. `scale` sets how many replicas a pool should have. A
+drained worker gets no new requests. A flip changes the role in which a worker works, and leaves the
+worker in its pool.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ from typing import Any, NamedTuple
 
 from ..config import ClusterConfig
 
+#: The roles in which a worker can work; the pools have the same names.
 ROLES = ("prefill", "decode")
 
-#: What a worker says of itself; `home` is its pool, `role` what it works as now, `state` its phase
-#: (starting, ready, draining, flipping or leaving).
+#: What a worker says of itself. `id` is `pool/replica`, `home` its pool, `role` what it works as
+#: (a drained worker keeps the role), `state` its phase: starting, ready, draining, flipping or
+#: leaving.
 WorkerStatistics = dict[str, Any]
 
 
 class PoolChange(NamedTuple):
-    """The replicas of a pool before and after an order."""
+    """How many replicas a pool should have before and after an order; both may be equal."""
 
     pool: str
     before: int
@@ -31,7 +34,10 @@ class PoolChange(NamedTuple):
 
 
 def planned_changes(targets: dict[str, int], counts: dict[str, int]) -> list[PoolChange]:
-    """Return what ordering `counts` changes in the pools' present `targets`."""
+    """Return the change of each pool in `counts`, those included that have this count already.
+
+    `targets` are the replica counts that the pools should have now.
+    """
     return [
         PoolChange(pool=pool, before=targets[pool], after=count) for pool, count in counts.items()
     ]
@@ -53,7 +59,7 @@ def scale_refusal(config: ClusterConfig, counts: dict[str, int]) -> str | None:
 
 
 def undo_command(changes: list[PoolChange]) -> str | None:
-    """Return the command that takes the changes back, or None if nothing changes."""
+    """Return the shell command that takes the changes back, or None if nothing changes."""
     counts_before = [
         f"{change.pool}={change.before}" for change in changes if change.before != change.after
     ]
@@ -65,7 +71,7 @@ def find_workers(workers: list[WorkerStatistics], name: str) -> list[WorkerStati
 
     A pool's name means all its workers. Else `name` is a worker's id (`pool/replica`) or alias, the
     name that clients are told; or the beginning of the id or of its replica part. A beginning that
-    several workers share means none of them.
+    several workers share means none of them. The list is empty if nobody is meant.
     """
     if name in ROLES:
         return [worker for worker in workers if worker["home"] == name]
@@ -85,7 +91,7 @@ def drain_refusal(
 ) -> str | None:
     """Return why these workers may not be drained without force, or None if they may.
 
-    Each role that a ready one of them has needs another ready worker that is left to serve it.
+    For each role in which one of them is ready, a ready worker that is not drained must be left.
     """
     drained_ids = {worker["id"] for worker in drained_workers}
     affected_roles = {worker["role"] for worker in drained_workers if worker["state"] == "ready"}
@@ -100,7 +106,8 @@ def flip_refusal(
 ) -> str | None:
     """Return why `worker` may not take that role now, or None if it may.
 
-    The role that it has already is no reason against it.
+    A worker may always take the role that it has, if it is ready and both pools have the same
+    `tensor_parallel`.
     """
     if worker["state"] != "ready":
         return f"{worker['id']} is {worker['state']}; wait until it is ready"

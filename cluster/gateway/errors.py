@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import grpc
 
-MESSAGE_CHARS_MAX = 500  #: Messages are cut here, because they repeat what the client wrote.
+#: Longer messages are cut at this length, because they may repeat what the client wrote.
+MESSAGE_CHARS_MAX = 500
 
 
 class ErrorKind(NamedTuple):
@@ -21,7 +22,9 @@ class ErrorKind(NamedTuple):
     http_status: int
     grpc_status: grpc.StatusCode
     error_type: str  #: The `type` of OpenAI's error object.
-    retryable: bool  #: The same request may succeed later, so a retry hint goes with the error.
+    #: The same request may succeed later: the error says after how many seconds to try again
+    #: (HTTP: `Retry-After`; gRPC: `RetryInfo`).
+    retryable: bool
 
 
 _INVALID = ErrorKind(
@@ -77,8 +80,8 @@ class ApiError(Exception):
 
     `reason` is a key of `ERROR_KINDS`; `param` names the field or header that is wrong.
     `retry_after_s` is when another try may help; it counts only if the reason is retryable.
-    `http_status` replaces the status of the table where it is not 0. `details` are what clients of
-    Anthropic read beside the sentence.
+    `http_status` replaces the status of the table where it is not 0. `details` are further fields
+    for the error object of Anthropic's API (`apis.messages`); `body` leaves them out.
     """
 
     def __init__(
@@ -91,7 +94,8 @@ class ApiError(Exception):
         details: Mapping[str, Any] | None = None,
     ) -> None:
         if len(message) > MESSAGE_CHARS_MAX:
-            message = message[:MESSAGE_CHARS_MAX] + ".."  # so it has two characters more at most
+            # The result has at most MESSAGE_CHARS_MAX + 2 characters.
+            message = message[:MESSAGE_CHARS_MAX] + ".."
         super().__init__(message)
         self.reason = reason
         self.message = message
@@ -107,7 +111,7 @@ class ApiError(Exception):
             self.retry_after_s = float(max(1, math.ceil(retry_after_s)))
 
     def body(self, request_id: str) -> dict[str, Any]:
-        """Return OpenAI's error object."""
+        """Return the JSON body of a response: OpenAI's error object, and the request's id."""
         return {
             "error": {
                 "message": self.message,
@@ -120,11 +124,12 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Return the HTTP headers that go with this error."""
+        headers: dict[str, str] = {}
         if self.reason == "bad_key":
-            return {"www-authenticate": "Bearer"}
+            headers["www-authenticate"] = "Bearer"
         if self.reason in ("slow_body", "too_large", "unsupported_media_type"):
             # The rest of the body is never read, so the connection cannot be used again.
-            return {"connection": "close"}
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": f"{self.retry_after_s:.0f}"}
+            headers["connection"] = "close"
+        if self.retry_after_s is not None:
+            headers["retry-after"] = f"{self.retry_after_s:.0f}"
+        return headers

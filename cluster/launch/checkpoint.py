@@ -1,7 +1,8 @@
-"""Which model to serve: a folder, a Hugging Face id, or the bundled one; checked before the start.
+"""Finds the model to serve, and refuses one that cannot be served, before the cluster starts.
 
-`find_checkpoint` resolves the model's files. `check_memory` compares what the workers need with
-what this machine has free.
+`find_checkpoint` resolves the configured model, which is a folder, a Hugging Face id, or the
+bundled one, to a folder with its files. `check_memory` compares what the workers need with what
+this machine has free.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..config import ClusterConfig, ConfigError
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 #: What is downloaded: settings and tokenizer, weights, chat templates.
 _FILE_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-#: Of a worker process, beside weights and KV pool: Python, torch and Ray.
+#: Memory that each worker process takes beside weights and KV pool, for Python, torch and Ray.
 WORKER_OVERHEAD_MIB = 400
 
 
@@ -31,15 +32,16 @@ class Checkpoint:
     folder: Path
     #: The model's name in the API.
     name: str
-    #: The shape of the model, as its config.json has it. None: another engine computes the model,
-    #: and our decoder need not know it.
+    #: The shape of the model, as its config.json has it. None: vLLM computes the model, so our
+    #: decoder does not need the shape.
     spec: ModelSpec | None
 
 
 def find_checkpoint(config: ClusterConfig) -> Checkpoint:
-    """Find the configured model, downloading it if need be, and check that its files are there.
+    """Find the configured model, download it if need be, and check that it can be served.
 
-    Raises ConfigError with one sentence.
+    The model's name is the configured one; else `demo` for the bundled model, the folder's name, or
+    the Hugging Face id. Raises ConfigError with one sentence.
     """
     path = config.model.path
     if path is None:
@@ -82,10 +84,11 @@ def _download(path: str) -> Path:
 
 
 def check_memory(config: ClusterConfig, checkpoint: Checkpoint) -> None:
-    """Compare all workers' weights and KV pools with the memory that is free on this machine.
+    """Compare what all workers need with the memory that is free on this machine.
 
-    A worker counts as one process: with `tensor_parallel` above 1 it needs more than is counted.
-    Raises ConfigError if the workers need more than is free.
+    A worker needs the weights, its KV pool and `WORKER_OVERHEAD_MIB`. A worker counts as one
+    process: with `tensor_parallel` above 1 it needs more than is counted. Raises ConfigError if the
+    workers need more than is free. Nothing is checked where the system does not say what is free.
     """
     free_bytes = available_memory()
     if free_bytes is None:  # this system does not say

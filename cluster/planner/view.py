@@ -1,4 +1,4 @@
-"""What the planner sees of a live cluster (pure): made of the processes' statistics."""
+"""Makes the planner's observation of a live cluster from the processes' statistics (pure)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def observe_fleet(
     """Return the planner's view, or None if `router` is empty since no router answers.
 
     `router` and `workers` are the statistics of these processes. `starting_replicas` counts by pool
-    the replicas that Ray Serve is starting. The router measures each worker's speed (`costs`); one
-    that it does not know yet is left out until the next observation. A card has no role while its
-    worker is drained, changes its role, or leaves for good: all but the last rest, and will take
-    work again. The router's `backlog_s` is the seconds of prefill that wait at the workers, their
-    sum. `recent` stays empty, as the planner that runs live does not look at it.
+    the replicas that Ray Serve is starting. The router knows the speed of each worker that has
+    joined it (`costs`); a worker that has not joined yet is left out of this observation. A card
+    has no role while its worker is drained, changes its role, or leaves for good. Workers in the
+    first two cases are resting: they will take work again. The router's `backlog_s` is the sum of
+    the seconds of prefill that workers have been given and have not computed. `recent` stays empty,
+    as the planner that runs live does not look at it.
     """
     outlook = router.get("outlook")  # made by `router.demand.outlook`
     if outlook is None:
@@ -57,8 +58,9 @@ def observe_fleet(
 def _kv_used_share(workers: list[dict[str, Any]]) -> float:
     """Return the share of the decode workers' KV blocks that running answers hold.
 
-    Blocks that are only cached do not count: they are free for the asking. A live worker's role is
-    prefill or decode, or empty; `mixed` workers exist in the simulator only.
+    Blocks that are only cached do not count as held: a new answer may take them. In statistics a
+    worker's role is prefill or decode, and a drained worker keeps it; `mixed` workers exist in the
+    simulator only. Without decode workers the share is 0.
     """
     block_counts = [
         worker["engine"]["kv_blocks"] for worker in workers if worker["role"] == "decode"

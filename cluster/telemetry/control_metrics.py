@@ -1,4 +1,4 @@
-"""What Control exports: the pools as Serve sees them, and what operators ordered."""
+"""What Control exports: the pools as Serve sees them, and what people and the planner ordered."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ControlTally:
-    """Counts for the metrics of the Control process, where operators talk to the cluster."""
+    """Values for the metrics of the Control process, which carries out orders to the cluster."""
 
     #: Replicas of each pool by state (running, starting, stopping), and the `target`, as of the
     #: last observation.
     pools: dict[str, dict[str, int]] = field(default_factory=dict)
     #: Orders that changed a pool's size, by pool and direction (up | down).
     scaled: Counter[tuple[str, str]] = field(default_factory=Counter)
-    #: Workers that were given another role, by the role before and the role after.
+    #: Workers that accepted an order to take another role, by the role before and the role after.
+    #: Control's `Operations` adds to it.
     flips: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def observe_pools(self, observations: dict[str, PoolObservation]) -> None:
-        """Note the replicas of each pool."""
+        """Replace `pools` by what was observed."""
         self.pools = {
             pool: {
                 "running": len(observation.running),
@@ -40,7 +41,7 @@ class ControlTally:
         }
 
     def count_scaling(self, pool: str, previous_replicas: int, replicas: int) -> None:
-        """Count an order of a size, unless the pool has that size already."""
+        """Count an order that a pool have `replicas` replicas, unless that was its target already."""
         if replicas != previous_replicas:
             direction = "up" if replicas > previous_replicas else "down"
             self.scaled[pool, direction] += 1

@@ -1,6 +1,7 @@
-"""Serves a process's page to Prometheus, on a port of its own and on the process's event loop.
+"""Serves a process's page of metrics to Prometheus, on a port of its own.
 
-It is a small HTTP server because a worker has no other, and one connection per scrape is enough.
+The exporter is a small HTTP server on the process's event loop, because a worker has no other one.
+Each connection takes one request, which is enough for a scrape.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from .page import MetricRow, MetricsPage, RowSource, build_registry
 
 log = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 5.0  #: For a request to arrive and its answer to leave.
-HEAD_BYTES_MAX = 16 << 10  #: Of a request's line and headers.
-PORTS_TRIED = 64  #: From the configured one on: processes that share a host share the range.
+REQUEST_TIMEOUT_S = 5.0  #: Time for a request to arrive and its answer to leave, together.
+HEAD_BYTES_MAX = 16 << 10  #: Limit of a request's line and headers together.
+#: How many ports are tried, from the configured one on: processes on one host share this range.
+PORTS_TRIED = 64
 
 
 class _Answer(NamedTuple):
@@ -29,10 +31,11 @@ class _Answer(NamedTuple):
 
 
 class Exporter:
-    """Answers `GET /metrics`, one request for each connection.
+    """Answers `GET /metrics`, one request for each connection, and renders the page for others.
 
-    `labels` are those of every row of this process. `read_rows` makes the rows, at each scrape.
-    `settings` says where to listen, and whether vLLM's names are exported, too.
+    `labels` are put on every row of this process; under vLLM's names a row has only the label
+    `model` of them, as `model_name`. `read_rows` makes the rows anew for each page. `settings` says
+    where to listen, and whether vLLM's names are exported, too.
     """
 
     def __init__(
@@ -45,12 +48,13 @@ class Exporter:
         self._first_port = settings.metrics_port
         self._host = settings.metrics_host
         self._server: asyncio.Server | None = None
-        self.address = ""  #: "host:port"; empty until it listens.
+        self.address = ""  #: "host:port"; empty until `start` has returned.
 
     async def start(self, node_host: str) -> None:
-        """Listen on the first free port from the configured one on (0: any). Raises OSError.
+        """Listen on the first free port from the configured one on (0: any).
 
-        `node_host` is the address of the node, for where `observability.metrics_host` says nothing.
+        `node_host` is the address of the node; the exporter listens there if the configuration has
+        no `observability.metrics_host`. Raises OSError if it cannot listen.
         """
         host = self._host or node_host
         port_count = PORTS_TRIED if self._first_port else 1
@@ -70,19 +74,23 @@ class Exporter:
     def render(self, accept: str = "") -> tuple[str, bytes]:
         """Return content type and text of the page, in the format that the client prefers.
 
-        `accept` is the request's header of that name; empty: Prometheus' text.
+        `accept` is the request's header of that name; empty: Prometheus' text. Raises what
+        `read_rows` raises, and KeyError or AssertionError for a row that is not in the catalogue.
         """
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self._registry)
 
     def render_with(self, more_rows: list[MetricRow], accept: str = "") -> tuple[str, bytes]:
-        """Return what `render` does, with `more_rows` and all of vLLM's names."""
+        """Return what `render` does, with `more_rows` added.
+
+        vLLM's names are exported, too, whatever the settings say.
+        """
         encode, content_type = choose_encoder(accept)
         page = MetricsPage(self._labels, lambda: [*self._read_rows(), *more_rows], vllm_names=True)
         return content_type, encode(build_registry(page))
 
     def close(self) -> None:
-        """Accept no more connections."""
+        """Accept no more connections. Nothing happens before `start`."""
         if self._server:
             self._server.close()
 
@@ -100,7 +108,7 @@ class Exporter:
                 writer.write(response_head.encode() + answer.body)
                 await writer.drain()
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the scraper comes again
+            pass  # the peer is gone or slow, or its head is too long; a scraper comes again
         finally:
             writer.close()
 
@@ -120,7 +128,7 @@ class Exporter:
         try:
             content_type, body = self.render(accept)
         except Exception:
-            log.exception("metrics")
-            message = b"the process's log has it\n"
+            log.exception("the page of metrics could not be made")
+            message = b"see the process's log for the error\n"
             return _Answer("500 Internal Server Error", "text/plain", message)
         return _Answer("200 OK", content_type, body)

@@ -1,8 +1,8 @@
 """A worker's or gateway's connection to the active router, for as long as the process lives.
 
-The link finds the router, connects, and hands its frames on. When the connection ends the link
-begins again. Routers have terms: a router with a lower term than one seen before has been replaced,
-so the link tells it so and leaves it.
+The link finds the router, connects, and hands its frames on. When the connection ends, the link
+finds the router again and reconnects. Routers have terms. A router whose term is lower than the
+highest one seen has been replaced: the link tells it that, and closes the connection.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ from .connection import FrameConnection, dial
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5  #: Between the end of a connection, or a try that failed, and the next try.
-FIND_TIMEOUT_S = 10.0  #: For `find_router`.
+RETRY_S = 0.5  #: Pause between the end of a connection, or a try that failed, and the next try.
+FIND_TIMEOUT_S = 10.0  #: Limit of one call of `find_router`.
 
 
 class RouterLink:
     """Keeps a connection to the router.
 
     `find_router` returns the router's "host:port". `identity` is what this process proves to the
-    router. `on_connected` is called for each new connection, before its first frame, and `on_frame`
-    for each frame; both are called on the loop that runs `run`.
+    router. A router that sends nothing for `silence_s` is given up. `on_connected` is called for
+    each new connection, before its first frame. `on_frame` is called for each frame but heartbeats
+    and the directory of a replaced router. Both are called on the loop that runs `run`; if one
+    raises, the error is logged and the link connects again.
     """
 
     def __init__(
@@ -43,11 +45,11 @@ class RouterLink:
     ) -> None:
         self._find_router = find_router
         self._identity = identity
-        self._silence_s = silence_s  #: A router that is silent for so long is given up.
+        self._silence_s = silence_s
         self._on_connected = on_connected
         self._on_frame = on_frame
         self._connection: FrameConnection | None = None
-        self.term = 0  #: The highest term of a router so far.
+        self.term = 0  #: The highest term of a router so far; 0: none was heard of.
 
     @property
     def connected(self) -> bool:
@@ -63,7 +65,7 @@ class RouterLink:
             self._connection.send(frame)
 
     async def run(self) -> None:
-        """Keep the link up until the task is cancelled."""
+        """Connect to the router, again and again, until the task is cancelled."""
         while True:
             try:
                 await self._run_connection()
@@ -71,12 +73,12 @@ class RouterLink:
                 log.info("no router yet: %s", error or type(error).__name__)
             # Errors of Ray Serve, which finds the router, or of a callback: the link outlives them.
             except Exception:
-                log.exception("no router yet")
+                log.exception("the link to the router failed")
             self._connection = None
             await asyncio.sleep(RETRY_S)
 
     async def _run_connection(self) -> None:
-        """Connect to the router and hand its frames on, until the connection ends."""
+        """Find the router, connect, and hand its frames on, until the connection ends."""
         async with asyncio.timeout(FIND_TIMEOUT_S):
             address = await self._find_router()
         connection = await dial(address, self._identity, frames.FramesFromRouter, "router")

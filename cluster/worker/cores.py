@@ -1,11 +1,12 @@
-"""CPU cores of a host, shared out among its workers: no two engines compute on the same one.
+"""Shares a host's CPU cores out among its workers, so that no two engines compute on the same one.
 
 `diptych serve` offers cores where they suffice for all workers, by naming a folder in the
-environment. A worker claims as many as its engine has threads: a lock on one file for each core,
-which ends with the process at the latest. The thread that steps the engine is bound to them, and so
-are OpenMP's threads, which it starts. The rest of the worker may run anywhere. Where the engines
-leave no core (`spare`), the thread of a worker's transfers stays on the worker's own cores: copies
-of a prefill worker are not to slow decode down. A core is named by its number in the kernel.
+environment. A worker claims as many as its engine has threads: it locks one file of the folder for
+each core, and the locks end with the process at the latest. The thread that steps the engine is
+bound to these cores, and so are OpenMP's threads, which it starts. The rest of the worker may run
+anywhere. Where the engines leave no core over (`spare` is false), a worker's transfer thread stays
+on that worker's own cores, so that a prefill worker's copies do not slow a decode worker down. A
+core is named by its number in the kernel.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import IO
 
 from ..config import ClusterConfig
 
-VARIABLE = "DIPTYCH_CORES"  #: the environment's name for the folder with the locks
+VARIABLE = "DIPTYCH_CORES"  #: the environment variable with the path of the folder with the locks
 
 
 def usable() -> list[int]:
-    """Return the cores that this process may run on; none where threads cannot be bound."""
+    """Return the cores that this process may run on; none where the system cannot bind threads."""
     if not hasattr(os, "sched_getaffinity"):
         return []
     return sorted(os.sched_getaffinity(0))
@@ -32,7 +33,8 @@ def usable() -> list[int]:
 def suffice(config: ClusterConfig, cores: int) -> bool:
     """Whether `cores` cores give every thread of every engine one of its own.
 
-    They do not where ranks share a model: ranks are processes of their own, which nobody binds.
+    They never do with tensor parallelism: each rank is a process of its own, whose threads are not
+    bound to cores.
     """
     pools = (config.pools.prefill, config.pools.decode)
     if any(pool.tensor_parallel > 1 for pool in pools):
@@ -41,7 +43,7 @@ def suffice(config: ClusterConfig, cores: int) -> bool:
 
 
 def spare(config: ClusterConfig, cores: int) -> bool:
-    """Whether the engines leave some of `cores` cores to everything else."""
+    """Whether the engines leave at least one of `cores` cores to everything else."""
     return _engine_threads(config) < cores
 
 
@@ -53,7 +55,7 @@ def _engine_threads(config: ClusterConfig) -> int:
 def offer(config: ClusterConfig) -> None:
     """Let this process's children claim cores, if there are enough for all engines.
 
-    A folder that the environment names already is kept.
+    If the environment names a folder already, that one stays, and the children claim from it.
     """
     if suffice(config, len(usable())):
         # One folder for each user: clusters of one user share the machine's cores out, too.
@@ -62,9 +64,10 @@ def offer(config: ClusterConfig) -> None:
 
 
 class Claim:
-    """`count` cores that nobody else holds, until `close`; no core if so many are not to be had.
+    """Holds `count` cores that nobody else holds, until `close`; none if fewer than that are free.
 
-    `folder` has a file for each core, whose lock is the claim. `candidates` are tried in order.
+    `folder` has a file for each core, whose lock is the claim; it is made if it is missing.
+    `candidates` are the cores to try, in order. `cores` are the held ones.
     """
 
     def __init__(self, folder: Path, count: int, candidates: Sequence[int]) -> None:
@@ -78,7 +81,7 @@ class Claim:
             lock = (folder / str(core)).open("w")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except OSError:  # another claim has the core
                 lock.close()
             else:
                 self._locks[core] = lock
@@ -88,7 +91,7 @@ class Claim:
             self.close()
 
     def close(self) -> None:
-        """Give the cores back."""
+        """Release the cores."""
         for lock in self._locks.values():
             lock.close()
         self._locks = {}
@@ -96,8 +99,8 @@ class Claim:
 
 
 def claim(count: int) -> Claim:
-    """Claim `count` of the cores on offer; no core where there is no offer."""
+    """Claim `count` of the cores on offer; the claim is empty without an offer."""
     folder = os.environ.get(VARIABLE)
-    if folder is None:  # no candidates: a claim of nothing, which needs no folder of its own
+    if folder is None:  # without candidates nothing is locked, so any folder will do
         return Claim(Path(tempfile.gettempdir()), count, ())
     return Claim(Path(folder), count, usable())

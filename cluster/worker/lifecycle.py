@@ -3,7 +3,8 @@
     STARTING   weights are loaded and transports opened; nobody knows the worker yet
     READY      the router gives it what its role does
     DRAINING   an operator said so: nothing new; what runs ends here, or is handed over
-    FLIPPING   nothing new, everything is handed over; then READY in another role
+    FLIPPING   nothing new, everything is handed over; then READY in another role, or in the old
+               one if the work has not left in time
     LEAVING    Serve ends this process: everything is handed over, then the process ends
 
 A change that gets rid of the work takes three steps, each with a limit of time:
@@ -28,7 +29,7 @@ from typing import assert_never
 INFORM_LIMIT_S = 1.0
 EMPTY_LIMIT_S = 10.0
 LINGER_LIMIT_S = 3.0
-CALM_S = 0.5  #: a leaving worker without a transfer for as long is not needed any more
+CALM_S = 0.5  #: a leaving worker that has had no transfer for this long is not needed any more
 NO_ROLE = ""  #: what a worker offers that takes nothing new
 
 
@@ -150,19 +151,22 @@ class WorkerLifecycle:
 
     @property
     def changing(self) -> bool:
-        """Whether a change is under way, and ticks are needed. A drain alone is none."""
+        """Whether a change is under way, and ticks are needed.
+
+        A drain that hands nothing over is no change.
+        """
         return self._change is not None
 
     def refusal(self) -> str | None:
         """Return why the worker cannot take an order now; None if it can."""
         if self.phase not in (WorkerPhase.READY, WorkerPhase.DRAINING) or self.changing:
-            return f"it is {self.phase} already"
+            return f"it is {self.phase}"
         return None
 
     def handle(self, event: LifecycleEvent, now: float) -> list[LifecycleAction]:
         """Return what has to be done. `now` is in seconds of a monotonic clock.
 
-        A `RoleOrdered` that `refusal` speaks against changes nothing.
+        A `RoleOrdered` is ignored while `refusal()` is not None.
         """
         match event:
             case WorkerStarted():

@@ -26,10 +26,12 @@ FOLDER_LIMIT = 64
 class Tiering:
     """Moves blocks between the engine's pool and the tiers, on the tiers' thread.
 
-    Prefixes are loaded for the worker's role, the pure core that knows its attempts: `tell_role`
-    gets a `BlocksLoaded` for each `LoadBlocks`. The engine demotes blocks by itself:
-    `submit_to_engine` gets a `BlockDemoted` for each block of a `DemoteBlocks`. Both callables may
-    be called from any thread. `pool` names the pool of workers, `prefill` or `decode`.
+    Prefixes are loaded on behalf of the worker's role (its core without I/O, which keeps track of
+    attempts): `tell_role` gets a `BlocksLoaded` for each `LoadBlocks`. The engine demotes blocks by
+    itself: `submit_to_engine` gets a `BlockDemoted` for each block of a `DemoteBlocks`. Both
+    callables must be safe to call from any thread: they are called on the tiers' thread, or on the
+    caller's where the tiers refuse a request. `pool` names the pool of workers, `prefill` or
+    `decode`.
     """
 
     def __init__(
@@ -55,8 +57,9 @@ class Tiering:
     def _claim_folder(self, root: Path, pool: str) -> Path | None:
         """Return the first folder that no other worker has; None (no disk tier) if there is none.
 
-        None also if the first free folder cannot be made or opened. A worker that starts again
-        finds the blocks of the last worker with this folder, whose lock ended with its process.
+        None also if a folder cannot be made or its lock file cannot be opened: the folders after it
+        are not tried. A worker that starts again finds the blocks of the last worker with this
+        folder, whose lock ended with its process.
         """
         for index in range(FOLDER_LIMIT):
             folder = root / f"{pool}-{index}"
@@ -86,7 +89,8 @@ class Tiering:
         """Copy content of the tiers into the pool; answered by `BlocksLoaded`, whatever happens.
 
         The command's blocks follow the `held_blocks` leading blocks of a prompt that the pool has.
-        The answer counts the leading blocks that are there now, these included.
+        The answer counts the prompt's leading blocks that the pool has now: the `held_blocks` and
+        those just loaded.
         """
         pairs = [
             (content, self._block_view(block))

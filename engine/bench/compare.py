@@ -1,7 +1,8 @@
-"""The measurement: two engines in two processes, step by step in turn. The main path is `run`.
+"""The measurement: our engine alone, or in turn with vLLM. The main path is `run`.
 
 A cell is one measured situation: a batch of sequences that decode at a context, or a prompt. It is
-measured in rounds; in each round every engine takes its turn, the others are frozen.
+measured in rounds. Each engine is a process of its own; in a round every engine takes one turn, of
+an untimed step and a few timed ones, while the other engine is frozen.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ BURST_LIMIT = 5
 DECODE_STEPS_MINIMUM = 3
 PREFILLS_MINIMUM = 1
 
-#: A round whose threads stood in line for a CPU for more than this share of the time is not calm.
+#: A round is calm if each thread stood in line for a CPU for less than this share of the time.
 CALM_SHARE = 0.02
 
-#: Rounds are done again while too few are calm, up to so many times as many as asked for.
+#: While too few rounds are calm, more are done: at most this many times the rounds asked for.
 ROUNDS_FACTOR = 3
 
 #: Seconds that a cell waits, all in all, for other processes to be idle.
@@ -57,7 +58,8 @@ WAKE_TOKENS = 64
 #: Tokens of the larger block of the two engines: vLLM's on a CPU. Ours has 64.
 BLOCK_TOKENS = 128
 
-#: Tokens that our engine reserves behind a sequence: the default of the setting `growth_tokens`.
+#: Tokens that our engine reserves behind a sequence: the default of the engine's setting
+#: `growth_tokens`. (`EngineBenchOptions.growth_tokens` is what a measured sequence grows by.)
 GROWTH_TOKENS = 256
 
 GIB = 1 << 30
@@ -68,7 +70,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class EngineBenchOptions:
-    """What to measure. An empty tuple leaves a phase out."""
+    """What to measure.
+
+    Without batches or contexts no decode is measured, without prompts no prefill; at least one of
+    the two must be left.
+    """
 
     model: Path  #: Folder of the checkpoint.
     threads: int  #: Of each engine.
@@ -164,10 +170,10 @@ def _settings(options: EngineBenchOptions, spec: ModelSpec) -> dict[str, Any]:
             f"{spec.max_positions}: choose a smaller --context, --prompt or --rounds"
         )
     longest_context = max(options.contexts, default=0)
-    # A block more for the last one that is not full, and one to spare; all in 2 bytes a number.
+    # One block more for the last one, which is not full, and one to spare.
     sequence_tokens = longest_context + max(growth, GROWTH_TOKENS) + 2 * BLOCK_TOKENS
     tokens = max(2 * max_len, sequence_tokens * max(options.batches, default=0))
-    kv_bytes = tokens * 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
+    kv_bytes = tokens * 2 * spec.layers * spec.kv_heads * spec.head_dim * 2  # K, V; 2 bytes each
     kv_bytes = max(1, -(-kv_bytes // GIB)) * GIB
     engines = 2 if options.vllm_python else 1
     # 2 bytes a weight, and as much again while weights are loaded and packed; a GiB for the rest

@@ -1,8 +1,9 @@
-"""The input of a decode step on the device: its bucket, its padding, its changed tables (pure).
+"""The input of a decode step on the device: its bucket, its padding, its changed tables.
 
 A CUDA graph computes a fixed number of rows. So there is a graph for each of some sizes, the
 buckets, and a step is padded to the next one. The device keeps each row's block table between
-steps, and gets only those that changed.
+steps, and gets only those that changed. This module prepares all that in numpy; it touches no
+device.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 #: The block that rows of padding write to; it belongs to no sequence (`blocks.BlockPool`).
 PADDING_BLOCK = 0
 
-#: Numbers of a packed row: source, position, seed, draw position, temperature.
+#: Numbers of a packed row: source, position, seed, draw, temperature (as in `DecodeRow`).
 ROW_FIELDS = 5
 
 #: The position of a packed row of padding.
@@ -53,8 +54,10 @@ class DecodeRow:
 
     position: int  #: Of the last id in its sequence.
     blocks: list[int]  #: The sequence's own list, which only grows.
-    seed: int  #: With `draw`, what the random numbers of the next id are made of.
-    draw: int  #: The position by which the next id is sampled.
+    seed: int  #: The random numbers of the next id follow from `seed` and `draw` alone.
+    #: The position that the next id is going to have in its sequence, `position` + 1: by it the
+    #: host's sampler draws too (`sampler.gumbel_noise`).
+    draw: int
     temperature: float  #: 0: the id of the largest logit is taken.
 
 

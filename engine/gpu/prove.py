@@ -1,10 +1,12 @@
-"""What only a GPU can prove: each backend is right, and how near decode and prefill are to it.
+"""What only a GPU can prove: its kernels are right, and how near it comes to what it could do.
 
     python -m diptych.engine.gpu.prove                 # all, about 5 minutes
     python -m diptych.engine.gpu.prove --small         # a small shape: does it run at all?
 
-Prints Markdown, a section for each question. A section that breaks leaves the others to be made.
-Needs no network and no checkpoint; without a CUDA device it says so and ends.
+Prints Markdown, a section for each question. A section that breaks counts as failed, and the others
+are made all the same; but where the ceilings cannot be measured, or the first model not be made,
+the proof ends with that error. Needs no network and no checkpoint; without a CUDA device it says so
+and ends.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from .roofline import LLAMA_3_8B, DeviceCeilings, decode_floor, prefill_flops
 if TYPE_CHECKING:
     from .plan import DecodeRow
 
-#: Seconds after which no section is begun, so that the proof ends within ten minutes.
+#: Once a section ends so many seconds after the start, no other follows: the proof is to end within
+#: ten minutes.
 DEADLINE_S = 460
 
 #: Batches and contexts of the timed decode steps.
@@ -79,7 +82,7 @@ BF16 = DecodeVariant("Decode, bf16", {})
 OTHER_VARIANTS = (
     DecodeVariant("Decode, FP8 weights", {"fp8": True}, weight_number_bytes=1),
     DecodeVariant("Decode, FP8 KV", {"kv_dtype": "float8_e4m3fn"}, kv_number_bytes=1),
-    # bits of a sequence that do not depend on the others in its batch, which costs time
+    # A sequence's results are the same bits whatever else is in its batch; that costs time.
     DecodeVariant("Decode, exact", {"exact": True}),
 )
 
@@ -175,7 +178,7 @@ class DecodeBench:
         ]
 
     def steps(self, batch: int, context: int, count: int) -> float:
-        """Return the median seconds of `count` steps, each launched before the last one is read."""
+        """Return the median seconds of `count` steps, each launched before the one before is read."""
         events: list[torch.cuda.Event] = []
         previous_step = None
         for ahead in range(count):
@@ -265,13 +268,19 @@ def _one_chunk(tokens: int, blocks: list[int]) -> StepRows:
 
 
 def graphs_section(bench: DecodeBench) -> ProofSection:
-    """Compare ids and largest logits of the same steps, replayed as graphs and run eagerly."""
+    """Compare ids and largest logits of the same steps, replayed as graphs and run eagerly.
+
+    The graphs must have been captured. Whether the runner uses graphs stays as it was.
+    """
+    graphs_before = bench.runner.graphs
     results = []
-    for graphs in (True, False):
-        bench.runner.graphs = graphs
-        steps = [bench.rows(5, 256, ahead) for ahead in range(8)]
-        results.append([bench.runner.launch(rows).read() for rows in steps])
-    bench.runner.graphs = True
+    try:
+        for graphs in (True, False):
+            bench.runner.graphs = graphs
+            steps = [bench.rows(5, 256, ahead) for ahead in range(8)]
+            results.append([bench.runner.launch(rows).read() for rows in steps])
+    finally:
+        bench.runner.graphs = graphs_before
     equal = results[0] == results[1]
     line = "8 steps of 5 rows: ids and largest logits " + ("equal" if equal else "DIFFER")
     return ProofSection("Graphs on and off", [line], failed=not equal)
@@ -451,9 +460,11 @@ def variant_section(
 
 
 def sections(small: bool, device: torch.device) -> Iterator[tuple[str, SectionMaker]]:
-    """Give each section's title and what makes it, in the order of the proof.
+    """Yield what makes each section, in the order of the proof, and a title in case that breaks.
 
-    The model is dropped behind the prefill section, and other variants are made in its place.
+    A section that is made has a title of its own, which says more. The ceilings and the first model
+    are made between sections. After the prefill section that model is dropped, and other variants
+    are made in its place.
     """
     spec = LLAMA_3_8B
     cases: Sequence[tuple[int, int]] = CASES
@@ -473,11 +484,12 @@ def sections(small: bool, device: torch.device) -> Iterator[tuple[str, SectionMa
     bench = DecodeBench(spec, device, row_limit, total_keys)
     try:
         bench.runner.capture()
-    except Exception as problem:  # the rest can be seen without graphs
+    except Exception as problem:  # the other sections of this model are made without graphs
         bench.runner.graphs = False
         broken = ProofSection("Capture", [f"BROKE: {problem!r}"], failed=True)
         yield "Capture", lambda: broken
-    yield "Graphs", partial(graphs_section, bench)
+    else:
+        yield "Graphs", partial(graphs_section, bench)
     yield "Greedy ids", partial(greedy_section, spec, device)
     yield BF16.title, partial(decode_section, bench, top, BF16, cases)
     yield "Host", partial(host_waits_section, bench, 32, 1024)

@@ -1,17 +1,20 @@
-"""Which of vLLM's arguments operators may not set, as the hosting sets them (pure).
+"""The arguments of vLLM that operators may not set (pure: nothing here imports vLLM).
 
-`engine.vllm` of cluster.yaml passes all others on to vLLM by their own names.
+Diptych hosts vLLM's engine in its own workers. It sets these arguments itself (`start.start_core`),
+or cannot serve with them. `engine.vllm` of cluster.yaml passes all others on to vLLM by their own
+names.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Arguments of vLLM that the hosting sets itself, with what to do instead.
+#: Argument -> the setting of cluster.yaml to use instead, or why there is none. The text ends the
+#: error "engine.vllm.NAME cannot be set: TEXT".
 OWNED_ARGUMENTS: Final = {
-    "model": "it is the model that is served",
-    "tokenizer": "text belongs to the gateway",
-    "skip_tokenizer_init": "text belongs to the gateway",
+    "model": "set model.path",
+    "tokenizer": "gateways turn text into token ids and back, workers have ids alone",
+    "skip_tokenizer_init": "gateways turn text into token ids and back, workers have ids alone",
     "dtype": "set model.dtype",
     "max_model_len": "set model.max_model_len",
     "block_size": "set model.block_tokens",
@@ -23,12 +26,12 @@ OWNED_ARGUMENTS: Final = {
     "tensor_parallel_size": "set pools.*.tensor_parallel",
     "pipeline_parallel_size": "pipelines over workers are not supported",
     "data_parallel_size": "set pools.*.replicas",
-    "kv_transfer_config": "transfers are Diptych's",
-    "kv_events_config": "the prefix index is Diptych's",
-    "scheduling_policy": "requests go by their deadline",
-    "async_scheduling": "a step must have ended before its blocks are sent",
-    "enable_prefix_caching": "the router counts on it",
-    "logits_processors": "sampling is Diptych's",
+    "kv_transfer_config": "Diptych transfers the KV itself",
+    "kv_events_config": "Diptych's router has its own index of prefixes",
+    "scheduling_policy": "steps take requests by their deadline",
+    "async_scheduling": "it is off, as a step must have ended before its blocks are sent",
+    "enable_prefix_caching": "it is on, as the router counts on it",
+    "logits_processors": "Diptych samples by a processor of its own",
     "speculative_config": "vLLM refuses it beside Diptych's sampling",
     "enable_lora": (
         "adapters are not served yet; merge the adapter into its model's weights (merge_and_unload "

@@ -1,9 +1,12 @@
-"""The test at the start: does a block that is moved by hand give the same answer here?
+"""The test at the start: does decoding from copied KV blocks give the right answer?
 
 Layouts and kernels of vLLM change, and a block that lies otherwise than expected gives fluent
-garbage, not an error. So before a worker serves, a short prompt is prefilled, its blocks are copied
-into those of a second sequence, and this one must answer as a third one does, whose prompt was
-computed where it is decoded.
+garbage, not an error. So before a worker serves, three sequences get the same short prompt:
+
+    here     its prompt is computed where it is decoded; its answer is right
+    source   its prompt is computed up to the first token, as on a prefill worker
+    target   its blocks are copied from those of `source`, as a transfer would copy them; it goes on
+             with the answer, which must be that of `here`
 """
 
 from __future__ import annotations
@@ -15,17 +18,22 @@ from ..engine_like import EngineLike
 from ..errors import EngineError
 from ..sequence import BlocksFilled, Sequence, SequenceOutput
 
-EXTRA_TOKENS = 5  #: The prompt fills one block and begins a second.
-ANSWER_TOKENS = 4
-ID_STRIDE = 7919  #: A prime, so that the ids of the prompt differ.
-STEP_LIMIT = 100  #: Steps that one sequence takes, at most.
-#: Ids may differ where two are about as likely; garbage is far beyond this difference.
+EXTRA_TOKENS = 5  #: Tokens of the prompt behind its first block: they begin a second one.
+ANSWER_TOKENS = 4  #: Tokens of each answer, the first one included.
+ID_STRIDE = 7919  #: From one id of the prompt to the next: a prime, so that the ids differ.
+STEP_LIMIT = 100  #: Steps that an answer, or a reservation, may take; more fail the test.
+#: The log-probabilities of two equal answers may differ by so much: where two ids are about as
+#: likely, either may be drawn. Garbage differs by far more.
 LOGPROB_TOLERANCE = 0.1
-SAMPLING = Sampling(ANSWER_TOKENS, logprobs=1)
+SAMPLING = Sampling(ANSWER_TOKENS, logprobs=1)  #: Greedy, with the log-probability of each token.
 
 
 def check_moved_blocks(engine: EngineLike, vocabulary: int) -> None:
-    """Raises EngineError if an answer that goes on from moved blocks is another one."""
+    """Raises EngineError if decoding from copied blocks gives another answer than it should.
+
+    `vocabulary` is the number of token ids of the model. The engine must be new: nothing else may
+    run in it. The error says what came and what is right, or what kept the test from running.
+    """
     block_tokens = engine.kv_pool.layout.block_tokens
     prompt = [index * ID_STRIDE % vocabulary for index in range(block_tokens + EXTRA_TOKENS)]
 
@@ -88,6 +96,7 @@ def _answer(engine: EngineLike) -> list[Token]:
 
 
 def _reserve(engine: EngineLike, sequence: Sequence) -> list[int]:
+    """Returns the blocks that are reserved for the sequence; an engine may need steps for them."""
     answer = engine.reserve(sequence)
     for _ in range(STEP_LIMIT):
         if answer is not None:

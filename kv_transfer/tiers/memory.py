@@ -11,7 +11,7 @@ from .faults import TierFault, checksum
 
 
 class MemoryStore:
-    """`slots` slots of `block_bytes` bytes each, and the checksum of what is in each.
+    """`slots` slots of `block_bytes` bytes each, and the checksum of each slot's bytes.
 
     The region is reserved here, and takes physical memory when a slot is first used. Raises OSError
     when it cannot be reserved.
@@ -41,13 +41,17 @@ class MemoryStore:
     def put(self, slot: int, data: memoryview, seed: int) -> None:
         """Copies a block in. The checksum is that of `data`, so `get` finds a torn copy.
 
-        `seed` is of the block's content and model: with another seed the bytes do not pass.
+        `seed` is `faults.checksum_seed` of the model and the block's content hash: `get` with
+        another seed reports a fault.
         """
         self.set_checksum(slot, checksum(data, seed))
         np.copyto(self._blocks[slot], np.frombuffer(data, np.uint8))
 
     def get(self, slot: int, target: memoryview, seed: int) -> TierFault | None:
-        """Copies a block out and verifies what arrived in `target`; None: it is right."""
+        """Copies a block out, and verifies what arrived in `target`.
+
+        Returns None if that is what was stored with this seed, else TierFault.CHECKSUM.
+        """
         np.copyto(np.frombuffer(target, np.uint8), self._blocks[slot])
         if checksum(target, seed) != self._checksums[slot]:
             return TierFault.CHECKSUM

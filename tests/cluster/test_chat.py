@@ -16,7 +16,11 @@ from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import TextDelta
 from diptych.cluster.gateway.text.formats.json_calls import read_call, read_calls
-from diptych.cluster.gateway.text.tokenizer import ChatTokenizer, TokenizedPrompt
+from diptych.cluster.gateway.text.tokenizer import (
+    SHORT_PROMPT_CHARS,
+    ChatTokenizer,
+    TokenizedPrompt,
+)
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
 from tokenizers import Tokenizer
@@ -84,11 +88,11 @@ def test_the_thinking_switch_reaches_the_template_and_unknown_ones_are_ignored(
     off = chat(chat_template_kwargs={"enable_thinking": False})
     assert rendered(text, off).endswith("<assistant><think></think>")
     assert rendered(text, chat()).endswith("<assistant>")
-    for name in ("thinking_budget", "messages"):
-        with pytest.raises(ApiError, match=f"template knows no '{name}'"):
-            rendered(text, chat(reading=Reading.STRICT, chat_template_kwargs={name: 1}))
-    with pytest.raises(ApiError, match="the gateway itself sets 'messages'"):
-        rendered(text, chat(chat_template_kwargs={"messages": 1}))
+    with pytest.raises(ApiError, match="template knows no 'thinking_budget'"):
+        rendered(text, chat(reading=Reading.STRICT, chat_template_kwargs={"thinking_budget": 1}))
+    for reading in Reading:
+        with pytest.raises(ApiError, match="the gateway itself sets 'messages'"):
+            rendered(text, chat(reading=reading, chat_template_kwargs={"messages": 1}))
     ignored = chat(chat_template_kwargs={"enable_thinkin": True, "mood": 1})
     assert rendered(text, ignored) == rendered(text, chat())
     assert ignored.ignored_fields.headers()["x-ignored-fields"] == (
@@ -118,6 +122,17 @@ def test_documents_go_to_the_template_or_are_refused(text: ChatTokenizer, tmp_pa
     assert rendered(text, chat(documents=[])) == rendered(text, chat(documents=None))
     template = "{% for d in documents %}{{ d.title }}: {{ d.text }}{% endfor %}"
     assert rendered(model(tmp_path, template), chat(documents=documents)) == "Rome: sunny"
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "name", "tool_call_id"])
+def test_a_conversation_is_not_short_if_the_template_may_show_much_beside_its_text(
+    text: ChatTokenizer, field: str
+) -> None:
+    for length, is_short in ((9, True), (SHORT_PROMPT_CHARS, False)):
+        earlier = {"role": "assistant", "content": "ho", field: "a" * length}
+        asked = chat(earlier, {"role": "user", "content": "hi"})
+        asked.check(text, LIMITS)
+        assert asked.is_short is is_short
 
 
 def test_a_role_of_the_client_s_own_is_the_template_s_to_read(

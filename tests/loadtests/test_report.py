@@ -149,6 +149,7 @@ def diptych(*arguments: object) -> subprocess.CompletedProcess[str]:
         (["--duration", "soon"], 2, "expected a time"),
         (["--gate", "goodness>=1"], 2, "expected one of goodput"),
         (["-o", "xml"], 2, "expected table or json"),
+        (["--grpc", "auto", "--endpoint", "http://127.0.0.1:9"], 2, "auto needs --laptop"),
         (["--endpoint", "http://127.0.0.1:9", "--duration", "1s"], 1, "no endpoint at"),
     ],
 )

@@ -1,8 +1,9 @@
 """Which cells a table has, in which order they run, and how long the rest takes (pure).
 
-A cell is one fresh server under one load. Its key names its file. The order takes all layouts for a
-rate before the next rate, and all rates for a seed before the next seed: what drifts on a machine
-touches all layouts alike.
+A cell is one fresh server under one load. Its key names its file. Layouts take turns, so that what
+drifts on a machine touches all of them alike: all cells of a seed run before those of the next
+seed. Within a seed, `SLO` takes all layouts for a rate before the next rate; `OVERLOAD` takes all
+loads of a layout before the next layout, as the capacity that it measures first gives their rates.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from .results import CellResult, LiveSlo
 
 OVERLOAD_FACTORS = (1.0, 2.0, 5.0)  #: times the capacity
 CAPACITY_USERS = 32  #: users of the closed loop that measures a layout's capacity
-#: Lengths of the requests in tokens. The first pair is for open and closed loops; chats have the
-#: second pair, a first message and later ones, with answers of `OUTPUT_TOKENS`.
+#: Lengths of the requests in tokens. `PROMPT_TOKENS` is the default for prompts of open and closed
+#: loops, `OUTPUT_TOKENS` that for all answers. A chat's first message has `FIRST_MESSAGE_TOKENS`,
+#: its later ones have `MESSAGE_TOKENS`.
 PROMPT_TOKENS = TokenRange(512, 2048)
 OUTPUT_TOKENS = TokenRange(64, 128)
 FIRST_MESSAGE_TOKENS = TokenRange(256, 512)
@@ -35,8 +37,8 @@ DIPTYCH_START_S = 25.0
 VLLM_START_S = 100.0
 #: Seconds of the warm-up, and of the short requests before it by which the client probes a server.
 WARM_UP_S = 8.0
-#: How many times as long a load takes, until its last answer ends, as its requests are sent for;
-#: it holds until some cells were measured.
+#: Seconds until a load's last answer ends, divided by the seconds in which its requests are sent.
+#: This is assumed until some cells were measured.
 DRAIN_FACTOR = 1.3
 
 
@@ -53,7 +55,8 @@ class LiveOptions:
     """What to compare, and under which load.
 
     A table uses the values of its own load alone: `rates` and `requests` are those of `SLO`,
-    `seconds` is that of `OVERLOAD`, `sessions` and `turns` are those of `CHATS`.
+    `seconds` is that of `OVERLOAD`, `sessions` and `turns` are those of `CHATS`. Chats do not use
+    `prompt`: their messages have fixed lengths (`FIRST_MESSAGE_TOKENS`, `MESSAGE_TOKENS`).
     """
 
     table: LiveTable
@@ -64,8 +67,8 @@ class LiveOptions:
     seeds: tuple[int, ...] = (1, 2, 3)  #: every load is offered once with each, to fresh servers
     rates: tuple[float, ...] = (0.5, 1.0, 1.5)  #: requests/s
     requests: int = 40  #: of each cell
-    prompt: TokenRange = PROMPT_TOKENS
-    output: TokenRange = OUTPUT_TOKENS
+    prompt: TokenRange = PROMPT_TOKENS  #: tokens of a prompt
+    output: TokenRange = OUTPUT_TOKENS  #: tokens of an answer
     #: How long an overload sends requests; the capacity is measured in half of this time.
     seconds: float = 120.0
     sessions: int = 16  #: chats of a cell
@@ -240,22 +243,22 @@ def _load_setup(load: Load | FactorLoad) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Forecast:
-    """Tells how long cells take, by the means of the cells that ran before."""
+    """Estimates how long cells will take, by the means of the cells that ran before."""
 
     #: Seconds that servers took to start: those of Diptych at True, those of vLLM at False.
     _start_s: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
-    #: Of each cell, its seconds after the server's start and the warm-up, over those in which
-    #: requests were sent.
+    #: One for each cell: its seconds after the server's start and the warm-up, divided by those in
+    #: which requests were sent.
     _load_factors: list[float] = field(default_factory=list)
 
     def learn(self, cell: Cell, load: Load, result: CellResult) -> None:
-        """Note what a cell took."""
+        """Note how long a cell took; `load` is the one that it resolved to."""
         self._start_s[isinstance(cell.layout, DiptychLayout)].append(result.started_s)
         load_s = max(result.wall_s - result.started_s - WARM_UP_S, 0.0)
         self._load_factors.append(load_s / offered_seconds(load))
 
     def seconds(self, cells: Iterable[Cell]) -> float:
-        """Return about how long these cells take."""
+        """Return about how many seconds these cells take."""
         return sum(self._cell_seconds(cell) for cell in cells)
 
     def _cell_seconds(self, cell: Cell) -> float:

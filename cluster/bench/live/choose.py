@@ -1,6 +1,7 @@
-"""Which layout `diptych plan` picks for each rate and targets, by what live cells have measured.
+"""Asks `diptych plan` for the best layout at each rate and each pair of latency targets.
 
-`plan` fits the workers' speeds to routers' logs, simulates layouts on them, and takes the best one.
+A cell is one live run of a fresh server. `plan` fits the workers' speeds to the logs that the
+cells' routers have written, simulates layouts of such workers, and takes the best one.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from .compare import pick_key
 from .errors import LiveBenchError
 from .results import LiveSlo
 
-PLANNED_REQUESTS = 300  #: of the synthetic trace that `plan` simulates for each demand
-PLANNED_SHARE = 0.9  #: share of the requests that must meet their targets, as `plan` is told
+PLANNED_REQUESTS = 300  #: requests of the synthetic trace that `plan` simulates for each demand
+PLANNED_SHARE = 0.9  #: share of the requests that must be in time for a layout to be good enough
 
 
 def pick_layouts(
     logs: Sequence[Path], options: LiveOptions, report_progress: Callable[[str], None]
 ) -> dict[str, str]:
-    """Return the name of the picked layout for each rate and targets, by `compare.pick_key`.
+    """Return the name of the picked layout, by `compare.pick_key` of each rate and targets.
 
     `logs` are folders of routers' logs. A worker's speed depends on its threads, so there is a log
     for each number of threads that a worker may have. The first log is of a run with separate
-    prefill and decode workers: only there was the cost of moving KV measured, and model and cores
-    are read from it. Raises LiveBenchError if the logs tell too little.
+    prefill and decode workers, where there is more than one core: only such a run measures the cost
+    of moving KV. `plan` fills the cores that this process may use. Each pick is a line for
+    `report_progress`. Raises LiveBenchError if the logs tell too little.
     """
     try:
         calibration = merge_calibrations([read_calibration(log) for log in logs])

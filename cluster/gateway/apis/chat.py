@@ -52,21 +52,21 @@ from .parameters import (
 from .schema import BodyPart, is_strict, to_json
 
 TOOLS_MAX = 128  #: OpenAI's limit.
-#: A bound of our own, as for documents: the template goes through each of them.
+#: Bounds of our own: the template goes through each message and each document.
 MESSAGES_MAX = 1000
-PART_TYPE_CHARS_MAX = 40  #: Of a type that is not read, as an error shows it.
 DOCUMENTS_MAX = 1000
+PART_TYPE_CHARS_MAX = 40  #: An error shows so many characters of a part's type that is not read.
 #: OpenAI's roles. Templates may know others, which only a strict gateway refuses.
 PUBLISHED_ROLES = ("system", "developer", "user", "assistant", "tool")
 #: How llguidance spaces the JSON text of arguments: as Python's `json` does, because models have
 #: learned from that.
 ARGUMENT_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-JSON_KINDS = ("json_schema", "json_object")  #: Of grammars that JSON schemas make.
-ANY_OBJECT_SCHEMA = '{"type": "object"}'
+JSON_KINDS = ("json_schema", "json_object")  #: The kinds of grammars that bind an answer to JSON.
+ANY_OBJECT_SCHEMA = '{"type": "object"}'  #: The JSON schema that `json_object` stands for.
 #: OpenAI allows names of 64 characters, Anthropic of 128.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
-#: A JSON object of an answer or of an event.
+#: A JSON object: of an answer, of an event, or a message for the chat template.
 JsonObject = dict[str, Any]
 
 
@@ -112,11 +112,12 @@ class _PastToolCall(BodyPart):
 
 
 def content_branch(content: Any) -> str:
-    """Return the tag of the branch of a union, of a text and a list, that a value is read as."""
+    """Return which branch of a union of a text and a list reads `content`, by the branch's tag."""
     return "#parts" if isinstance(content, list) else "#text"
 
 
-#: A message's text, whole or in parts. The branch is chosen first, so that a finding is about it.
+#: A message's text, whole or in parts. `content_branch` chooses first, so that a validation error is
+#: about that branch alone.
 Content = Annotated[
     Annotated[str, Tag("#text")] | Annotated[list[_TextPart], Tag("#parts")],
     Discriminator(content_branch),
@@ -153,6 +154,12 @@ class ChatMessage(BodyPart):
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or self.refusal or ""
+
+    @property
+    def other_chars(self) -> int:
+        """Characters that a template may show beside the text and the calls."""
+        texts = (self.reasoning_content or self.reasoning, self.tool_call_id, self.name)
+        return sum([len(text) for text in texts if text])
 
     def template_message(self, knows_developers: bool) -> JsonObject:
         """Return the message as chat templates read it.
@@ -256,7 +263,8 @@ class ChatRequest(SamplingParameters):
     include_reasoning: bool = True  #: vLLM's: False leaves it out of the answer.
     #: vLLM's: tokens of an answer that may be its reasoning; -1: no limit.
     thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
-    #: Whether the event loop may render and tokenize it, as that takes less than waking a thread.
+    #: Whether the event loop may render and tokenize the conversation: that takes less time than
+    #: waking a thread. `check` sets it.
     _is_short: bool = PrivateAttr(False)
     _prompt_end: str = PrivateAttr("")  #: The last characters of the prompt, once it is rendered.
     echo: bool = False  #: vLLM's: the answer begins with the last message, if the assistant's.
@@ -308,9 +316,11 @@ class ChatRequest(SamplingParameters):
         message_chars = sum([len(message.text) for message in self.messages])
         check_prompt_length(message_chars + documents_chars, limits)
         has_extras = self.tools or self.documents or self.chat_template_kwargs
+        # Templates may leave these out, so `check_prompt_length` cannot refuse by them.
+        other_chars = sum([message.other_chars for message in self.messages])
         self._is_short = (
             not has_extras
-            and message_chars <= SHORT_PROMPT_CHARS
+            and message_chars + other_chars <= SHORT_PROMPT_CHARS
             and len(self.messages) <= SHORT_PROMPT_MESSAGES
             and not any(message.tool_calls for message in self.messages)
         )
@@ -336,16 +346,20 @@ class ChatRequest(SamplingParameters):
             raise ApiError("invalid_request", message, "tools")
 
     def _check_template_arguments(self, tokenizer: ChatTokenizer) -> None:
-        """Note, or refuse if the gateway is strict, what the template has no variable for."""
+        """Note as ignored, or refuse if the gateway is strict, what the template does not know.
+
+        Every gateway refuses documents without a place in the template, variables that the gateway
+        itself sets, and a thinking budget that cannot be kept. Raises ApiError.
+        """
         settable_variables = tokenizer.settable_variables
         for name in self.chat_template_kwargs or {}:
             if name in settable_variables:
                 continue
-            if self.is_strict:
-                message = f"chat_template_kwargs: this model's template knows no {name!r}"
-                raise ApiError("invalid_request", message, "chat_template_kwargs")
             if name in GATEWAY_VARIABLES:
                 message = f"chat_template_kwargs: the gateway itself sets {name!r}"
+                raise ApiError("invalid_request", message, "chat_template_kwargs")
+            if self.is_strict:
+                message = f"chat_template_kwargs: this model's template knows no {name!r}"
                 raise ApiError("invalid_request", message, "chat_template_kwargs")
             self.ignored_fields.add_unknown("chat_template_kwargs", name, settable_variables)
         if self.documents and "documents" not in settable_variables:
@@ -378,7 +392,8 @@ class ChatRequest(SamplingParameters):
     def _thinking_budget(self, tokenizer: ChatTokenizer) -> frames.ThinkingBudget | None:
         """Return the bound of the answer's thinking; None where it has none. Call `prompt` before.
 
-        Where the prompt leaves open whether the model thinks, the budget begins with a tag of it.
+        Where the prompt leaves open whether the model thinks, the budget counts from the opening
+        tag (`start_ids`).
         """
         budget = self.thinking_token_budget
         end_id = closing_tag_id(tokenizer)
@@ -417,13 +432,14 @@ class ChatRequest(SamplingParameters):
 
     @property
     def is_short(self) -> bool:
-        """True if the conversation, which `check` has accepted, takes no time to tokenize."""
+        """True if the conversation is tokenized faster than a thread wakes. Call `check` before."""
         return self._is_short
 
     def prompt(self, tokenizer: ChatTokenizer) -> TokenizedPrompt:
         """Render and tokenize the conversation, which `check` has accepted. Raises ApiError.
 
-        This takes seconds for one that is not short, which does not belong on the event loop.
+        This may take seconds for a conversation that is not short (`is_short`): it belongs in a
+        thread, not on the event loop.
         """
         tools = [tool.model_dump(exclude_none=True) for tool in self.usable_tools]
         prompt = tokenizer.tokenize_chat(
@@ -479,14 +495,16 @@ class ChatRequest(SamplingParameters):
         return msgspec.structs.replace(grammar, prefix=terms)
 
     def _grammar_of_calls(self, tokenizer: ChatTokenizer) -> frames.Grammar | None:
-        """Return the grammar of an answer that has calls; None if no grammar binds calls.
+        """Return the grammar of an answer that has calls; None if this method binds nothing.
 
         `response_format` is about the text of an answer. So it does not bind required calls, and
         an answer that may be either is a text of that format or calls. Raises ApiError if another
         grammar would bind required calls.
         """
-        # There are four cases: no calls; calls that may come, which nothing binds; required calls;
-        # and calls or a text of `response_format`, which one grammar binds together.
+        # There are five cases. Nothing is bound here without tools; nor where calls may come and the
+        # body has no grammar; nor where they may come and the body's grammar is no JSON format: it
+        # binds the whole answer (`_grammar`). Required calls have a grammar. So have calls or a text
+        # of `response_format`, which one grammar binds together.
         if not self.usable_tools:
             return None
         tool_format = tokenizer.tool_format
@@ -682,7 +700,7 @@ class ChatShape:
         self._markers = rules.markers  #: Special tokens that the parsers must see as text.
         if not rules.is_plain:
             self._parsers = [ContentParser(rules) for _ in request.answers]
-        #: One counter for each answer; none where nothing is reasoning.
+        #: One counter for each answer; none where all text is content.
         self._reasoning_counters: list[ReasoningCounter] = []
         if not rules.is_plain:
             self._reasoning_counters = [ReasoningCounter(tokenizer, rules) for _ in request.answers]
@@ -707,7 +725,7 @@ class ChatShape:
         return sum(counter.tokens for counter in self._reasoning_counters)
 
     def begin(self) -> list[JsonObject]:
-        """Return the chunks that come before any text."""
+        """Return the chunks that come before any generated text: roles, and the echoed text."""
         role = {"role": "assistant", "content": ""}
         chunks = [self._chunk(index, role) for index in range(len(self._request.answers))]
         echoed_text = self._body.echoed_text
@@ -879,8 +897,9 @@ class ChatShape:
     def _finish_reason(self, delta: TextDelta) -> str | None:
         """Return OpenAI's finish reason.
 
-        An answer with calls ends with `tool_calls`, unless the client named the function, or a stop
-        string cut a call.
+        An answer that ended by itself, or by a stop string, after whole calls has `tool_calls`:
+        unless the client named the function, or the stop string cut the last call. Every other
+        reason, such as `length`, stays as it is, with calls or without.
         """
         if self._parsers is None or delta.finish_reason != "stop":
             return delta.finish_reason

@@ -1,7 +1,8 @@
-"""Structural tags: texts that begin a structure wherever the model writes one (pure).
+"""Structural tags (pure): free text until the model writes a trigger, which begins a structure.
 
-vLLM and SGLang take them as `structures` with `triggers`, or as xgrammar's `triggered_tags`. Both
-become the same `frames.Grammar`.
+A structure is a text `begin`, whose first part is the trigger, then JSON that fits a schema, then a
+text `end`. Behind it the text is free again. Clients of vLLM and SGLang send either `structures`
+with `triggers`, or xgrammar's `triggered_tags`. Both become the same `frames.Grammar`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from ....protos import frames
 from ..errors import ApiError
 from .schema import BodyPart, to_json
 
-TAGS_MAX = 128
-TAG_CHARS_MAX = 1000
+TAGS_MAX = 128  #: limit of the structures in one field of a request, and of its triggers
+TAG_CHARS_MAX = 1000  #: limit of the characters of a trigger, a begin or an end
 
 TagText = Annotated[str, Field(min_length=1, max_length=TAG_CHARS_MAX)]
 Triggers = Annotated[list[TagText], Field(min_length=1, max_length=TAGS_MAX)]
+#: A JSON schema. True allows any JSON, False none.
 JsonSchemaValue = dict[str, Any] | bool
 
 
@@ -42,17 +44,20 @@ class _Tag(BodyPart):
 
 
 class _TriggeredTags(BodyPart):
-    """xgrammar's name for text in which triggers begin tags. Its other formats are refused."""
+    """xgrammar's format for free text in which a trigger begins a tag, which is a structure here.
+
+    xgrammar's other formats are refused.
+    """
 
     type: Literal["triggered_tags"]
     triggers: Triggers
     tags: Annotated[list[_Tag], Field(min_length=1, max_length=TAGS_MAX)]
-    at_least_one: bool = False
-    stop_after_first: bool = False
+    at_least_one: bool = False  #: True: the answer must have a tag
+    stop_after_first: bool = False  #: True: the answer ends with its first tag
 
 
 class StructuralTag(BodyPart):
-    """Structural tags in either form."""
+    """Structural tags in either form; `format` takes precedence over `structures`."""
 
     type: Literal["structural_tag"] = "structural_tag"
     structures: Annotated[list[_Structure], Field(max_length=TAGS_MAX)] | None = None
@@ -62,7 +67,7 @@ class StructuralTag(BodyPart):
 
 @dataclass(frozen=True, slots=True)
 class _TaggedSchema:
-    """One structure: what it begins with, the schema of its JSON text, and what is behind that."""
+    """One structure: the text it begins with, the schema of its JSON, and the text that ends it."""
 
     begin: str
     schema: JsonSchemaValue
@@ -72,7 +77,8 @@ class _TaggedSchema:
 def structural_tag_grammar(tag: StructuralTag, field_name: str) -> frames.Grammar:
     """Return the grammar of structural tags.
 
-    Raises ApiError, about the field of this name, if tags are missing or have no trigger.
+    Raises ApiError, which names the request's field `field_name`, if the tag has neither form, or
+    if a structure begins with none of the triggers.
     """
     structures: list[_TaggedSchema] = []
     triggers: list[str] = []
@@ -109,7 +115,7 @@ def structural_tag_grammar(tag: StructuralTag, field_name: str) -> frames.Gramma
 
 
 def _trigger_of(begin: str, triggers: list[str], field_name: str) -> str:
-    """Return the trigger that `begin` begins with. Raises ApiError if there is none."""
+    """Return the first trigger that `begin` begins with. Raises ApiError if there is none."""
     for trigger in triggers:
         if begin.startswith(trigger):
             return trigger

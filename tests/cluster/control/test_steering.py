@@ -28,7 +28,7 @@ class Workers:
 
     async def steer(self, worker: str, role: str, hand_over: bool) -> dict[str, Any]:
         if self.states[worker] not in ("ready", "draining"):
-            return {"refused": f"it is {self.states[worker]} already"}
+            return {"refused": f"it is {self.states[worker]}"}
         self.states[worker] = "ready" if role else "draining"
         self.steered.append(worker)
         return {"refused": None}
@@ -51,7 +51,7 @@ def drain(workers: Workers, name: str, undo: bool = False) -> dict[str, Any]:
 
 def test_a_pool_is_drained_whole_or_not_at_all() -> None:
     workers = Workers(prefill_a="ready", decode_x="ready", decode_y="flipping")
-    with pytest.raises(ApiError, match="decode/y: it is flipping already"):
+    with pytest.raises(ApiError, match="decode/y: it is flipping"):
         drain(workers, "decode")
     assert workers.steered == []
 
@@ -60,5 +60,5 @@ def test_who_leaves_a_pool_needs_no_draining() -> None:
     workers = Workers(prefill_a="ready", decode_x="ready", decode_y="leaving")
     assert drain(workers, "decode")["replicas"] == ["decode/x"] == workers.steered
     assert drain(workers, "decode", undo=True)["replicas"] == ["decode/x"]
-    with pytest.raises(ApiError, match="decode/y: it is leaving already"):
+    with pytest.raises(ApiError, match="decode/y: it is leaving"):
         drain(workers, "decode/y")

@@ -36,7 +36,7 @@ def ready() -> WorkerLifecycle:
 
 def test_a_worker_takes_no_order_before_it_has_started() -> None:
     lifecycle = WorkerLifecycle("prefill")
-    assert lifecycle.refusal() == "it is starting already"
+    assert lifecycle.refusal() == "it is starting"
     assert lifecycle.handle(FLIP, 0.0) == []
     assert lifecycle.role == "prefill"
 
@@ -74,7 +74,7 @@ def test_work_that_does_not_leave_keeps_the_worker_in_its_role_and_says_so() -> 
 def test_a_second_order_is_refused_while_a_change_is_under_way() -> None:
     lifecycle = ready()
     lifecycle.handle(FLIP, 0.0)
-    assert lifecycle.refusal() == "it is flipping already"
+    assert lifecycle.refusal() == "it is flipping"
     assert lifecycle.handle(DRAIN, 0.1) == []
     assert lifecycle.phase is WorkerPhase.FLIPPING
 

@@ -143,3 +143,51 @@ def test_a_section_that_breaks_leaves_the_others_to_be_made() -> None:
     assert section.failed and section.title == "Decode" and "CUDA error" in section.lines[0]
     whole = prove.ProofSection("Prefill", ["fine"])
     assert prove.attempt("Prefill", lambda: whole) is whole
+
+
+class Runner:
+    """A runner whose steps all give the same, and whose graphs cannot be captured."""
+
+    graphs = True
+
+    def capture(self) -> None:
+        raise RuntimeError("capture failed")
+
+    def launch(self, rows: list) -> Runner:
+        return self
+
+    def read(self) -> tuple[list[int], list[float]]:
+        return [1], [0.5]
+
+
+class Bench:
+    """A bench of that runner."""
+
+    def __init__(self, *_: object) -> None:
+        self.runner = Runner()
+
+    def rows(self, *_: int) -> list:
+        return []
+
+
+def test_after_a_failed_capture_the_first_model_runs_without_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    monkeypatch.setattr(prove, "ceilings", lambda device: H200)
+    monkeypatch.setattr(prove, "DecodeBench", lambda *_: bench)
+    titles = []
+    for title, make_section in prove.sections(True, CPU):
+        if title in ("Capture", "Graphs"):
+            make_section()
+        titles.append(title)
+    assert "Capture" in titles and "Graphs" not in titles
+    assert not bench.runner.graphs
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_comparing_graphs_leaves_the_runner_as_it_was(graphs: bool) -> None:
+    bench = Bench()
+    bench.runner.graphs = graphs
+    assert not prove.graphs_section(bench).failed  # type: ignore[arg-type]
+    assert bench.runner.graphs is graphs

@@ -354,7 +354,12 @@ class Scheduler:
             self._steps_without_prefill = 0
             return
         budget = self._prefill_budget(plan.decode, draft_rows, joined, now)
+        handover_s = self._handover_s(plan.decode, draft_rows)
         for sequence in self.prefilling:
+            if sequence.background and handover_s:
+                budget.tail_s -= handover_s  # once: those behind it are background work too
+                budget.mean_s -= handover_s
+                handover_s = 0.0
             count = self._chunk(sequence, budget, is_first=not plan.prefill)
             if count <= 0:
                 break
@@ -368,10 +373,13 @@ class Scheduler:
 
         The first of a step gets up to a block all the same, as far as the mean step has room for
         it; or a whole one, if `prefill_every` steps had none, or as long as nobody knows what
-        prefill costs. A result of 0 or less ends the step's prefill.
+        prefill costs. For background work the smallest chunk stands in for a block. A result of 0
+        or less ends the step's prefill.
         """
         computed = sequence.computed_tokens
         block = self.limits.block_tokens
+        if sequence.background and self.cost.prefill_measured:
+            block = min(CHUNK_TOKENS, block)
         room = self.cost.prefill_room(budget.tail_s, computed, budget.tokens)
         if is_first:
             overdue = self._steps_without_prefill + 1 >= self.limits.prefill_every
@@ -413,6 +421,20 @@ class Scheduler:
                 longest_wait_s = sequence.waited_s
         left_s = limit_s - longest_wait_s
         return PrefillBudget(tokens, left_s / self.cost.tail_ratio - decode_s, left_s - decode_s)
+
+    def _handover_s(self, decode: list[Sequence], draft_rows: int) -> float:
+        """Seconds by which background work must leave a step shorter than its limit.
+
+        A sequence whose KV arrives during a step waits for its end, and then for a step of decodes.
+        Both are its client's first gap, so the step must be shorter by those decodes.
+        """
+        held = (self.live[attempt_key, 0] for attempt_key in self.held_blocks)
+        arriving = any(not (other.stop_after_first or other.background) for other in held)
+        if not arriving or not decode:
+            return 0.0
+        rows = len(decode) + draft_rows
+        kv_tokens = rows + sum(sequence.computed_tokens for sequence in decode)
+        return self.cost.decode_s(rows, kv_tokens)
 
     def _first_token_at_risk(self, pace: StepPace, decode_s: float, now: float) -> bool:
         """Whether a first token will be late if steps take no longer than `pace.limit_s`."""

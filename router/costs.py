@@ -100,12 +100,19 @@ def paced_prefill_s(worker: WorkerState, prefill_s: float, itl_s: float) -> floa
     The engine cuts the prompt so that each step stays within its limit. Where decode leaves less
     than `PREFILL_SHARE_MIN` of that, the target is out of reach, and the engine gives it up.
     """
+    return prefill_s / max(spare_share(worker, itl_s), PREFILL_SHARE_MIN)
+
+
+def spare_share(worker: WorkerState, itl_s: float, steps: int = 1) -> float:
+    """Return the share of its time that a worker's decodes leave for prefill; negative: too little.
+
+    A worker without a step limit of its own is taken to go by `itl_s`, a request's target. So many
+    `steps` of decodes are to fit into that limit.
+    """
     if not worker.rows:
-        return prefill_s
-    # A worker without a limit of its own is taken to go by the request's target.
+        return 1.0
     limit_s = PLANNED_STEP_SHARE * (worker.card.step_ms / 1e3 or itl_s)
-    share = max(1.0 - worker.step_s / limit_s, PREFILL_SHARE_MIN)
-    return prefill_s / share
+    return 1.0 - steps * worker.step_s / limit_s
 
 
 def decode_candidate(

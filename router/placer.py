@@ -29,6 +29,7 @@ from .costs import (
     local_first_token_s,
     paced_prefill_s,
     plan_prefill,
+    spare_share,
 )
 from .decisions import Option, PassedOver, PlacementKind
 from .fleet import WorkerFleet
@@ -52,6 +53,8 @@ LOCAL_TOKENS = 512
 #: more is cached there: the worker has most of it already.
 LOCAL_CACHED_SHARE = 0.6
 LOCAL_CACHED_TOKENS = 4096
+#: A decode worker helps out with prompts while decode leaves it this share of its time.
+SPARE_SHARE_MIN = 0.25
 OPTIONS = 3  #: workers of each stage that a decision record names
 #: Added to the cost of a worker without room for chunks: it comes after all others.
 NO_CHUNK_ROOM_S = 1e6
@@ -375,6 +378,47 @@ class Placer:
             if best.cost > in_time_s or not _suits_decode_worker(request, best.worker):
                 return None
         placement = self.place_local(request, best.worker, deadline, now)
+        if placement is not None and self.records_options:
+            placement.decode_candidates = candidates
+        return placement
+
+    def workers_to_share(self, request: QueuedRequest) -> list[WorkerState]:
+        """Return the listed decode workers that have time and room for the prompt and its answer.
+
+        They help out where the prefill workers do not keep up. Decode must leave such a worker
+        `SPARE_SHARE_MIN` of its time, beside a step that those whose KV arrives wait for. And the
+        answer must break nobody's ITL target there.
+        """
+        blocks = self.blocks_needed(request)
+        listed = self.shortlist.decode_workers(request.hits)
+        return [
+            worker
+            for worker in self.allowed(request, listed)
+            if worker.reservable_blocks >= blocks
+            and not worker.can_prefill
+            and spare_share(worker, request.itl_s, steps=2) >= SPARE_SHARE_MIN
+            and disturbs_nobody(request, worker, self.fleet.itl_s)
+        ]
+
+    def local_in_time(self, request: QueuedRequest, now: float) -> Placement | None:
+        """Return a local placement that is in time, for a request that prefill workers have late.
+
+        The decode worker computes the prompt in what its decodes leave of each step.
+        """
+        candidates = []
+        for worker in self.workers_to_share(request):
+            if worker.credit_at > now:
+                continue
+            plan = plan_prefill(request, worker)
+            ready_s = worker.wait_s(request.deadline, now)
+            ready_s += paced_prefill_s(worker, plan.seconds, request.itl_s)
+            if now + ready_s * self.residuals.upper <= request.deadline:
+                tie_breaker = request.tie_breaker(worker.slot)
+                candidates.append(LocalCandidate(worker, ready_s, tie_breaker))
+        if not candidates:
+            return None
+        best = min(candidates, key=candidate_order)
+        placement = self.place_local(request, best.worker, request.deadline, now)
         if placement is not None and self.records_options:
             placement.decode_candidates = candidates
         return placement

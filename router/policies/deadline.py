@@ -11,6 +11,8 @@ prefers that. There are three ways to a worker:
   pull: a worker with credit takes the most urgent request that it can serve in time, or one that
         prefers its cache, if the urgent one can stand that
   offer: the most urgent requests choose again every `CHOOSE_S`, while there are idle workers
+  share: a decode worker with time to spare computes a prompt beside its decodes, if that prompt
+        would be late on the prefill workers, or is overdue
 """
 
 from __future__ import annotations
@@ -51,7 +53,6 @@ OVERDUE_TURN = 8  #: every so many pulls are for the oldest overdue request, onc
 OVERDUE_DEADLINE_S = 30.0
 CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
 OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
-
 
 #: Of the fleet's rate, the share at which overdue requests are served at least, as every
 #: `OVERDUE_TURN`-th pull is theirs.
@@ -195,7 +196,7 @@ class DeadlinePolicy:
         if not self.idle_slots and self.config.disaggregate != "auto":
             return credit_at
         moments = [credit_at]
-        if self.queue.overdue and self.idle_slots:
+        if self.queue.overdue:
             moments.append(now + CHOOSE_S)
         for request in self.queue.most_urgent(URGENT_COMPARED):
             moments.append(max(request.choose_again_at, self._next_offer_at))
@@ -300,6 +301,25 @@ class DeadlinePolicy:
             worker = self._idle_worker_for_overdue()
             if worker is not None:
                 self.decode_full = self._pull(worker, now, decided) is Outcome.NO_ROOM
+        if self.queue.overdue and self.config.disaggregate == "auto":
+            self._share_with_decode_worker(now, decided)
+
+    def _share_with_decode_worker(self, now: float, decided: list[Placement | Rejection]) -> None:
+        """Give one overdue request to a decode worker that has time to spare for its prompt.
+
+        Requests are overdue because the prefill workers do not keep up. The engine computes such a
+        prompt in what the running answers' targets leave of each step, so nobody pays for it.
+        """
+        for request in islice(self.queue.overdue.values(), URGENT_COMPARED):
+            if request.local or self.placer.missing_roles(request):
+                continue
+            workers = self.placer.workers_to_share(request)
+            spare = [worker for worker in workers if self.fleet.takes_background(worker)]
+            deadline = self._deadline(request, now)
+            placement = self.placer.place_local_on_best(request, spare, deadline, now)
+            if placement is not None:
+                self._commit(placement, now, decided)
+                return
 
     def _idle_worker_for_overdue(self) -> WorkerState | None:
         """Return an idle worker that may take one of the first overdue requests."""
@@ -365,7 +385,10 @@ class DeadlinePolicy:
         if self.config.disaggregate == "auto":
             others_s = 0.0 if best.has_credit else self._others_share_s(request)
             deadline = self._deadline(request, now)
-            local = self.placer.better_local(request, best.cost + others_s, deadline, now)
+            remote_s = best.cost + others_s
+            local = self.placer.better_local(request, remote_s, deadline, now)
+            if local is None and now + remote_s > request.deadline:
+                local = self.placer.local_in_time(request, now)
             if local is not None:
                 return self._commit(local, now, decided)
         if not best.has_credit:

@@ -537,3 +537,42 @@ def test_a_stream_of_urgent_requests_does_not_make_the_background_look_endless()
     for name in ("urgent a", "urgent b", "one more"):
         rig.ask(name, ttft_s=0.1 if name == "one more" else 9.0)
     assert "one more" in {key[0] for key in rig.router.queue.overdue} and not rig.refused
+
+
+def test_a_decode_worker_computes_what_the_prefill_workers_would_have_late() -> None:
+    rig = Rig("prefill/a", "decode/x", ttft_s=3.0, disaggregate="auto")
+    assert rig.ask("long", prompt=2900)["long"][0] == "prefill/a"
+    assert rig.ask("decoding", prompt=600)["decoding"] == (None, "decode/x")
+    rig.first("decoding", after=0.7)
+    # Decode leaves three quarters of each step: 1,000 tokens take 1.3 s there, 3.2 s elsewhere.
+    assert rig.ask("rescued", ttft_s=2.5)["rescued"] == (None, "decode/x")
+
+
+def test_decode_workers_with_time_to_spare_share_what_is_overdue() -> None:
+    shares = Rig("prefill/a", "decode/x", ttft_s=2.0, disaggregate="auto")
+    leaves = Rig("prefill/a", "decode/x", ttft_s=2.0, disaggregate="always")
+    for rig in (shares, leaves):
+        for index in range(8):
+            rig.ask(f"r{index}", prompt=1900)
+        rig.send(e.RouterTick(), after=0.2)
+    local = [name for name, frame in shares.frames.items() if frame.prefill_worker is None]
+    assert len(local) == 1, "the decode worker was idle, and has enough to do now"
+    (overdue,) = shares.first(local[0], after=1.7)
+    local.append(overdue)
+    for name in local:
+        assert shares.frames[name].prefill_worker is None and shares.frames[name].background
+    assert all(frame.prefill_worker for frame in leaves.frames.values())
+
+
+def test_a_decode_worker_without_time_to_spare_computes_no_overdue_prompt() -> None:
+    rig = Rig("prefill/a", "decode/x", ttft_s=2.0, disaggregate="auto")
+    for index in range(30):  # a step of 40 ms, of 50
+        rig.ask(f"d{index}", prompt=10)
+        rig.first(f"d{index}", after=0.02)
+    for index in range(8):
+        rig.ask(f"r{index}", prompt=1900)
+    rig.send(e.RouterTick(), after=0.2)
+    assert rig.router.queue.overdue
+    assert all(
+        rig.frames[f"r{index}"].prefill_worker for index in range(8) if f"r{index}" in rig.frames
+    )

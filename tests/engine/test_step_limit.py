@@ -101,3 +101,19 @@ def test_a_late_prompt_goes_behind_those_that_can_be_in_time_but_not_for_ever() 
     assert late.background and not urgent.background
     s.remove(urgent.attempt_key)
     assert [one for one, _ in s.plan(6.0).prefill] == [late], "and before who comes much later"
+
+
+def test_background_chunks_leave_room_for_the_first_gap_of_those_whose_kv_arrives() -> None:
+    sizes = {}
+    for arriving in ("nobody", "on time", "late"):
+        s, _ = prompt_beside_a_stream(budget(200))
+        prompt = s.waiting[0]
+        prompt.background = True
+        if arriving != "nobody":
+            newcomer = seq(arriving, 100, most=900, seed=5)
+            newcomer.background = arriving == "late"
+            assert s.reserve(newcomer)
+        sizes[arriving] = play(s, 1)[0]
+    decode_s = s.cost.decode_s(1, 103)
+    left_out = s.cost.prefill_room(decode_s, 0, 512)
+    assert sizes["late"] == sizes["nobody"] and sizes["nobody"] - sizes["on time"] >= left_out - 16

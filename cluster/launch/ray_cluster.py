@@ -13,9 +13,11 @@ import logging
 import os
 import secrets
 import shlex
+import signal
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import grpc
 
@@ -139,7 +141,7 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
     token_file = _make_and_export_token(folder) if auth == "token" else None
     import ray
 
-    ray.init(
+    _init_ray(
         address="local",
         num_cpus=cpus,
         include_dashboard=False,
@@ -173,18 +175,31 @@ def join_ray(address: str, auth: AuthMode) -> None:
         os.environ.pop(name, None)
     if address == "auto":  # as Ray means it: the address of its own variable, else one on this host
         address = os.environ.get("RAY_ADDRESS") or address
-    import ray
     from ray.exceptions import AuthenticationError
 
     try:
         if not address.startswith("ray://"):
             address = _check_before_joining(address, auth)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        _init_ray(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except AuthenticationError as error:
         reason = str(error).split(". ")[0]  # the rest is advice on how to make a shared token
         raise StartError(f"no usable token for Ray at {address}: {reason}") from None
     except (ConnectionError, ValueError) as error:
         raise StartError(f"no Ray at {address}: {error}") from None
+
+
+def _init_ray(**settings: Any) -> None:
+    """Call `ray.init` with these settings; a SIGTERM stays with the handler that it has now.
+
+    Ray's own handler prints a stack and calls the handler before it, but three seconds later it
+    aborts the process, which then has not stopped the cluster yet.
+    """
+    import ray
+
+    handler = signal.getsignal(signal.SIGTERM)
+    ray.init(**settings)
+    if callable(handler) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _check_before_joining(address: str, auth: AuthMode) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import tempfile
@@ -13,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from diptych.cluster.launch.ray_cluster import AUTH_MODE, HARMLESS_CALL, TOKEN_PATH
 
 from tests.deploy.test_live import ray_node
-from tests.support.live import BIN, Live, free_port, running
+from tests.support.live import BIN, Live, free_port, running, stop
 from tests.support.ray_token import (
     RAYLET_CALL,
     WORKER_CALL,
@@ -25,7 +27,7 @@ from tests.support.ray_token import (
     run_code,
     token_environment,
 )
-from tests.support.sockets import WILDCARDS, listening_sockets
+from tests.support.sockets import WILDCARDS, listening_sockets, processes_of
 
 pytestmark = pytest.mark.cluster
 
@@ -192,3 +194,7 @@ def test_without_the_token_the_same_call_runs_code_in_every_replica(tmp_path: Pa
                 ran.add(title)
         assert ran == replicas(live)
         assert "WARNING  Ray asks nobody for a token" in live.log.read_text()
+        # A service manager stops it so, and Ray's own handler would abort it on the way.
+        processes = processes_of(live)
+        assert stop(live.process, signal.SIGTERM) == 0, live.log.read_text()
+        assert not psutil.wait_procs(processes, timeout=10)[1]

@@ -138,10 +138,10 @@ def wait_ready(process: subprocess.Popen, log: Path) -> float:
     return float(eventually(ready, START_S))
 
 
-def stop(process: subprocess.Popen) -> int:
+def stop(process: subprocess.Popen, signal_number: int = signal.SIGINT) -> int:
     """^C, and the exit code. A cluster that does not stop is killed, and the test fails."""
     if process.poll() is None:
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal_number)
     try:
         return process.wait(STOP_S)
     except subprocess.TimeoutExpired:

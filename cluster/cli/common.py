@@ -162,7 +162,7 @@ class AdminClient:
             response = httpx.get(url, headers=self.headers, timeout=REQUEST_TIMEOUT_S)
             response.raise_for_status()
         except NO_ANSWER as error:
-            return f"no answer: {error or type(error).__name__}"
+            return f"no answer: {str(error) or type(error).__name__}"
         return describe_remaining(response.json())
 
 

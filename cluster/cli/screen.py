@@ -82,7 +82,7 @@ class Top(App[str]):
                     "/admin/v1/decisions", params={"limit": DECISIONS_LIMIT}
                 )
         except NO_ANSWER as error:
-            self._show_message(f"no answer: {error or type(error).__name__}")
+            self._show_message(f"no answer: {str(error) or type(error).__name__}")
             return
         decisions = []  # none, if no router answers
         if decisions_response.is_success:

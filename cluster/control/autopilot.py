@@ -51,7 +51,7 @@ class Autopilot:
             try:
                 await self._plan(time.monotonic())
             except Exception as error:  # of a peer that is away: the next try may work
-                log.warning("the planner cannot see: %s", error or type(error).__name__)
+                log.warning("the planner cannot see: %s", str(error) or type(error).__name__)
 
     def statistics(self) -> dict[str, Any]:
         """Return what `GET /admin/v1/planner` shows.

@@ -94,7 +94,7 @@ class Control:
             try:
                 self._tally.observe_pools(await self._pool_scaler.observe())
             except Exception as error:  # Serve and KubeRay raise many types; the next try may work
-                log.warning("the pools cannot be seen: %s", error or type(error).__name__)
+                log.warning("the pools cannot be seen: %s", str(error) or type(error).__name__)
             await asyncio.sleep(METRICS_INTERVAL_S)
 
 

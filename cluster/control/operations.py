@@ -79,7 +79,7 @@ class Operations:
             async with asyncio.timeout(SERVE_TIMEOUT_S):
                 self._last_pools = await self.pool_scaler.observe()
         except Exception as error:  # Serve raises many types while it restarts its controller
-            log.warning("Serve does not answer: %s", error or type(error).__name__)
+            log.warning("Serve does not answer: %s", str(error) or type(error).__name__)
         return self._last_pools
 
     async def workers(self) -> list[WorkerStatistics]:

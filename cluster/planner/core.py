@@ -297,7 +297,8 @@ class Planner:
         """Return what to change now. `now` is in seconds by any one clock.
 
         Nothing is changed without demand, or while a role has no worker: then no speed is known by
-        which that role could be planned.
+        which that role could be planned. Nor is anything while even the shortest step misses the
+        ITL target: no flip and no further worker would bring it within reach.
         """
         if self.started_at is None:
             self.started_at = now
@@ -305,6 +306,8 @@ class Planner:
         if now - self.started_at < self.config.warmup_s or observation.demand.rate == 0:
             return []
         if not roles.prefill or not roles.decode:
+            return []
+        if self.pressure(observation, roles) == inf:
             return []
 
         actions: list[PlannerAction] = self._flip(observation, roles, now)

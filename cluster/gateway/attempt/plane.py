@@ -280,7 +280,7 @@ class Plane:
                     async for frame in received:
                         self._worker_said(frame)
             except (OSError, TimeoutError) as error:
-                log.info("%s: %s", card.id, error or type(error).__name__)
+                log.info("%s: %s", card.id, str(error) or type(error).__name__)
             except Exception:
                 log.exception("connection to %s failed", card.id)
             self._worker_lost(card.id)

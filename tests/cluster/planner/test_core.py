@@ -93,6 +93,14 @@ def test_an_idle_fleet_is_left_alone() -> None:
     assert not play(planner(), seen("1P7D", LONG_PROMPTS, 0.01), 600)
 
 
+def test_a_fleet_whose_every_step_misses_the_itl_target_is_left_alone() -> None:
+    pools = {"prefill": ReplicaBounds(1, 8), "decode": ReplicaBounds(1, 8)}
+    config = PlannerConfig(itl_s=0.0001, pools=pools, scaling_enabled=True, warmup_s=0.0)
+    overloaded = seen("2P2D", LONG_PROMPTS, 20.0, backlog_s=300.0)
+    assert Planner(config).present_pressure(overloaded) is None
+    assert not play(Planner(config), overloaded, 600)
+
+
 def test_who_is_away_from_home_returns_first() -> None:
     replicas = list(fleet("4P4D"))
     replicas[0] = replace(replicas[0], pool="decode")  # a decode worker that prefills

@@ -204,44 +204,48 @@ void finish(const Shape &s, const Row &row) {
     }
 }
 
-// Asks for a page of K and V, ahead of `pack_keys` and `pack_values`.
-void prefetch(const Shape &s, int64_t base) {
-    for (int i = 0; i < kPage * s.dim; i += 32) {
-        _mm_prefetch((const char *)(s.k + base + i), _MM_HINT_T1);
-        _mm_prefetch((const char *)(s.v + base + i), _MM_HINT_T1);
-    }
+// Reads a page of K or V once, line after line. The CPU's prefetcher follows that at the full rate of
+// DRAM; the strides of `pack_keys` alone would wait for each line, and so would prefetches of ours.
+inline void read_ahead(const uint16_t *page, int dim) {
+    for (int i = 0; i < kPage * dim; i += 32) (void)*(const volatile uint16_t *)(page + i);
 }
 
-// Query tokens `token`..`token + count` of a span that starts at position `start`, one KV head.
-void work(const Shape &s, int64_t token, int count, int64_t start, const int64_t *table, int head) {
+// Query tokens `token`..`token + count` of a span that starts at position `start`, for `heads` KV heads
+// from `first_head` on. The heads of a page lie one after the other, so they are walked in that order.
+void work(const Shape &s, int64_t token, int count, int64_t start, const int64_t *table, int first_head,
+          int heads) {
     thread_local std::vector<uint32_t> keys, values;
     thread_local std::vector<float> acc;
     thread_local std::vector<Row> rows;
     const int group = s.heads / s.kv_heads, total = count * group;
     keys.resize(s.dim / 2 * kPage);
     values.resize(kPage / 2 * s.dim);
-    acc.assign((size_t)total * s.dim, 0.0f);
-    rows.resize(total);
-    for (int i = 0; i < total; ++i) {
-        const int64_t t = token + i / group, column = (int64_t)(head * group + i % group) * s.dim;
+    acc.assign((size_t)heads * total * s.dim, 0.0f);
+    rows.resize(heads * total);
+    for (int i = 0; i < heads * total; ++i) {
+        const int head = first_head + i / total, of_head = i % total;
+        const int64_t t = token + of_head / group, column = (int64_t)(head * group + of_head % group) * s.dim;
         Row &row = rows[i];
         row.q = s.q + t * s.q_row + column;
         row.out = s.out + t * s.out_row + column;
-        row.position = start + i / group;
+        row.position = start + of_head / group;
         row.most = kNone;
         row.sum = 0.0f;
         row.acc = acc.data() + (size_t)i * s.dim;
     }
     const int64_t oldest = s.window ? std::max<int64_t>(start - s.window + 1, 0) : 0;
     const int64_t last = (start + count - 1) / kPage;
-    for (int64_t p = oldest / kPage; p <= last; ++p) {
-        const int64_t base = table[p] * s.block + head * s.head;
-        pack_keys(s.k + base, s.dim, keys.data());
-        pack_values(s.v + base, s.dim, start + count - p * kPage, values.data());
-        if (p < last) prefetch(s, table[p + 1] * s.block + head * s.head);
-        for (int r = 0; r < total; r += kRows)
-            any_page(s, &rows[r], std::min(kRows, total - r), keys.data(), values.data(), p * kPage);
-    }
+    for (int64_t p = oldest / kPage; p <= last; ++p)
+        for (int h = 0; h < heads; ++h) {
+            const int64_t base = table[p] * s.block + (first_head + h) * s.head;
+            read_ahead(s.k + base, s.dim);
+            read_ahead(s.v + base, s.dim);
+            pack_keys(s.k + base, s.dim, keys.data());
+            pack_values(s.v + base, s.dim, start + count - p * kPage, values.data());
+            for (int r = 0; r < total; r += kRows)
+                any_page(s, &rows[h * total + r], std::min(kRows, total - r), keys.data(), values.data(),
+                         p * kPage);
+        }
     for (const Row &row : rows) finish(s, row);
 }
 
@@ -260,20 +264,25 @@ extern "C" void attention_avx512(const uint16_t *q, const uint16_t *k, const uin
     const int64_t item_rows = std::clamp<int64_t>(rows_of_all / (kThreadItems * threads),
                                                   kItemRowsMinimum, kItemRows);
     const int64_t tokens = std::max<int64_t>(item_rows * kv_heads / heads, 1);
-    struct Item { int64_t row, start, table; int count, head; };
+    struct Item { int64_t row, start, table; int count, head, heads; };
     std::vector<Item> items;
+    // a short span's item has several heads, as many as leave work for all threads
+    const int parts = threads > 1 ? (int)std::clamp<int64_t>(kThreadItems * threads / count, 1, kv_heads) : 1;
+    const int short_span_heads = (kv_heads + parts - 1) / parts;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t *span = spans + 4 * i;
+        const bool is_short = span[1] * heads / kv_heads <= kItemRowsMinimum;
+        const int step = is_short ? short_span_heads : 1;
         for (int64_t t = 0; t < span[1]; t += tokens)
-            for (int h = 0; h < kv_heads; ++h) {
+            for (int h = 0; h < kv_heads; h += step) {
                 const int rows = (int)std::min<int64_t>(tokens, span[1] - t);
-                items.push_back({span[0] + t, span[2] + t, span[3], rows, h});
+                items.push_back({span[0] + t, span[2] + t, span[3], rows, h, std::min(step, kv_heads - h)});
             }
     }
     // from the end: a chunk's last tokens have the most keys, and nobody shall wait for them alone
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t i = (int64_t)items.size() - 1; i >= 0; --i) {
         const Item &item = items[i];
-        work(s, item.row, item.count, item.start, table + item.table, item.head);
+        work(s, item.row, item.count, item.start, table + item.table, item.head, item.heads);
     }
 }

@@ -29,10 +29,11 @@ from .wire.connection import FrameConnection, FrameListener
 
 log = logging.getLogger(__name__)
 
-#: Longest sleep of the clock. A wake that the router asks for amid a sleep comes at its end.
+#: Longest sleep of the clock. If the router asks for an earlier wake during a sleep, the wake comes
+#: when that sleep ends.
 TICK_LIMIT_S = 0.25
 TICK_MINIMUM_S = 0.005  #: Shortest sleep, so that a wake that is overdue leaves time for frames.
-GATEWAY_LIMIT_S = 1.0  #: For gateways to answer a call, of statistics or to close.
+GATEWAY_LIMIT_S = 1.0  #: Gateways have so long to answer a call for statistics, or to close.
 #: Latest decisions, one for each attempt, that the recent percentiles are made of.
 RECENT_REQUESTS = 200
 
@@ -177,7 +178,7 @@ class RouterService:
     # ---- statistics ------------------------------------------------------------------------------
 
     def _inspect(self, peer: FrameConnection, frame: frames.InspectProcess) -> None:
-        """Answer with decisions, if the frame asks for some, else with everything."""
+        """Answer with decisions if the frame asks for some, else with all statistics."""
         if frame.request_id:
             decisions = self.router.decisions.find(frame.request_id)
         elif frame.latest_decisions:
@@ -240,7 +241,7 @@ class RouterService:
                     if name in self._peers:
                         self._peers[name].send(frame)
                 case events.DisconnectWorker(worker):
-                    # The answer to a report of this worker, which is connected for that reason.
+                    # Only a report of this worker leads to this action, so it is connected.
                     self._peers[worker].abort()
                 case events.StepDown(term):
                     self._step_down(term)

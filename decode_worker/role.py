@@ -3,10 +3,11 @@
 Life of an attempt:
     RESERVING  The engine is asked for blocks. If it has none, the attempt fails (`no_capacity`).
     RECEIVING  The ticket is open: the prefill worker fills the blocks.
-    RUNNING    Every block has arrived and is verified: the sequence is decoded, and each token goes
-               to the gateway, which has the first token of each answer from the prefill worker.
-    DRAINING   The transfer has failed, as it also does when it is cancelled: its blocks stay
-               reserved until no write can land on them.
+    RUNNING    Every block has arrived and is verified: the sequence is decoded, and each further
+               token goes to the gateway. The first token of each answer went there from the
+               prefill worker.
+    DRAINING   The transfer has failed, or was cancelled: the attempt's blocks stay reserved until
+               no write can land on them.
 
 An attempt is one placement of a request on a pair of workers. Its KV travels in one transfer, the
 ticket: this worker offers blocks, and the prefill worker pushes into them.
@@ -255,8 +256,8 @@ class DecodeRole:
     def _cancel(self, ticket_id: str, reason: str) -> list[DecodeAction]:
         """Cancels an attempt, once.
 
-        A running one ends now. Any other ends with the engine's answer, or with its transfer, which
-        it still waits for: until then its blocks may be written to.
+        A running one ends now. One that is RESERVING ends with the engine's answer. One whose
+        ticket is open ends with its transfer, since until then its blocks may be written to.
         """
         attempt = self.attempts.get(ticket_id)
         if attempt is None or attempt.cancelled:

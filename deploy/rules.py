@@ -1,9 +1,9 @@
-"""What no schema says of Diptych's manifests: what must fit together.
+"""Checks of Diptych's manifests that no schema can make: what must fit together.
 
 The manifests are those of the Helm chart: one RayService, from which KubeRay makes a Ray cluster (a
 head and groups of worker pods) and deploys its Serve config there, and objects beside it. KubeRay's
-own refusals are in `kuberay.py`. Every function returns sentences about what is wrong; none means
-nothing is. The functions rely on the structure that schemas check.
+own refusals are in `kuberay.py`. Every check returns sentences about what is wrong; none means
+nothing is. The checks rely on the structure that schemas check.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ SHUTDOWN_S = 15  #: Serve's graceful_shutdown_timeout_s, as cluster/app.py sets 
 DEFAULT_KEYS_FILE = "/etc/diptych/keys/keys.yaml"
 OPERATOR_PORTS = {8000, 8265}  #: Serve's and the dashboard's, which KubeRay's operator calls
 COMPONENT = "app.kubernetes.io/component"  #: the label with a pod's kind: `head`, or a group's
+#: Resources of which Kubernetes may promise a node's pods more than the node has.
+OVERCOMMITTED = ("cpu", "memory", "ephemeral-storage")
 
 
 # ---- Serve -----------------------------------------------------------------------------------
@@ -154,9 +156,10 @@ def _slots(group: Manifest) -> dict[str, int]:
 
 
 def ray_token(service: Manifest) -> Iterator[str]:
-    """Checks that Ray asks for the token of Diptych's Secret, unless the values say otherwise.
+    """Checks that Ray's token mode is the configured one, and the token of Diptych's own Secret.
 
-    KubeRay leaves a variable that stands in a container as it is, so `authOptions` would not count.
+    KubeRay does not overwrite a variable that a container already sets, so `authOptions` would have
+    no effect.
     """
     auth = ray_cluster(service).get("authOptions", {})
     mode = auth.get("mode", "disabled")
@@ -237,7 +240,10 @@ def _environment(template: Manifest) -> Iterator[str]:
 
 
 def _keys(config: Manifest, group: Manifest) -> Iterator[str]:
-    """Checks that the file of clients' keys is where gateways may run, and nowhere else."""
+    """Checks that a worker group has the file of clients' keys exactly if gateways may run there.
+
+    Without such a file in the configuration, no group may have one.
+    """
     file = settings(config).get("gateway", {}).get("api_keys_file")
     gateways_may_run = "gateway" in (group.get("resources") or {})
     expected = bool(file and gateways_may_run)
@@ -284,7 +290,8 @@ def _drain(group: Manifest) -> Iterator[str]:
 def _resources(template: Manifest) -> Iterator[str]:
     """Checks amounts and names of resources as Kubernetes would.
 
-    Only CPU and memory may have a limit above the request. Devices have a "/" in their names.
+    Only those of `OVERCOMMITTED` may have a limit above the request. Devices have a "/" in their
+    names. A resource with a limit alone requests as much as that.
     """
     resources = container_of(template)["resources"]
     requests = resources["requests"]
@@ -293,10 +300,10 @@ def _resources(template: Manifest) -> Iterator[str]:
         if isnan(parse_quantity(amount)):
             yield f"{amount!r} is no quantity"
     for name in requests.keys() | limits.keys():
-        may_differ = name in ("cpu", "memory")
+        may_differ = name in OVERCOMMITTED
         if not may_differ and "/" not in name and not name.startswith("hugepages-"):
             yield f"there is no resource {name}"
-        elif not may_differ and requests.get(name) != limits.get(name):
+        elif not may_differ and requests.get(name, limits.get(name)) != limits.get(name):
             yield f"{name} must have equal request and limit"
         elif name in limits and _amount_of(requests, name) > _amount_of(limits, name):
             yield f"the request of {name} is above its limit"
@@ -307,9 +314,11 @@ def _amount_of(resources: Manifest, name: str) -> float:
 
 
 def _memory_volumes(template: Manifest) -> Iterator[str]:
-    """Checks volumes in memory, whose content counts against the pod's memory limit.
+    """Checks volumes in memory and in huge pages.
 
-    One without a size limit may grow to all of the memory, so it is taken for huge (1T).
+    What is in a volume in memory counts against the pod's memory limit. One without a size limit
+    may grow to all of the memory, so it is taken for huge (1T). Huge pages do not count there, but
+    the pod must ask for them.
     """
     limits = container_of(template)["resources"]["limits"]
     for volume in template["spec"].get("volumes", []):

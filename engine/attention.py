@@ -4,10 +4,11 @@ The KV cache is paged: the keys and values of a sequence lie in blocks of the po
 table lists these blocks in the order of the sequence's positions. A step computes rows, one for
 each token; `StepRows` says where the keys of each row are.
 
-Every row is computed as part of a query tile that ends at its block's border, over the keys of all
-blocks up to that border, masked behind the row. The shapes of that computation depend on the row's
-position alone. So its bits do not depend on chunking, on the batch, on prefix hits, or on whether
-it is prefill or decode (given products whose rows are independent: `linear.py`).
+A row of prefill is computed as part of a query tile that ends at its block's border, a decoding row
+beside those of other sequences. Either goes over the keys of all blocks up to that border, with the
+keys after the row masked. The number and the order of these keys depend on the row's position
+alone. So its bits do not depend on chunking, on the batch, on prefix hits, or on whether it is
+prefill or decode (given products whose rows are independent: `linear.py`).
 
 In shapes, T is the number of rows of a step, Hq and Hkv are the numbers of query and KV heads, and
 D is the size of a head.
@@ -36,7 +37,7 @@ class RowSpan:
 
     @property
     def end_position(self) -> int:
-        """The position behind the last row; so many keys does the last row see."""
+        """The position after the last row: the number of keys that row sees without a window."""
         return self.first_position + self.row_count
 
 
@@ -53,7 +54,7 @@ class DecodeGroup:
 class StepRows:
     """Where the rows of a step are in their sequences and in the pool. Tensors are int64 [T].
 
-    The slot of a row, where its K and V are stored, is an offset in tokens into a block.
+    The K and V of a row are stored in its slot, which is a block and an offset in tokens into it.
     """
 
     positions: torch.Tensor  #: Of each row in its sequence, from 0.

@@ -90,7 +90,9 @@ class StagePrefix:
     hashes: list[bytes]  #: The prefix's content hashes, one a block.
     #: How many of the prefix's blocks a peer is said to hold, from the first one on.
     peer_blocks: int = 0
-    pin_only: bool = False  #: True to pin what the pool holds, and reserve no more.
+    #: True: no blocks are reserved; those that hold the prefix already are pinned, so that they can
+    #: be sent to a peer.
+    pin_only: bool = False
     #: The prefix's tokens, and the partition of the cache whose requests may share its blocks; empty
     #: where nothing is going to be cached. An engine that names contents by hashes of its own
     #: computes them from these two.
@@ -103,14 +105,22 @@ class PrefixStaged:
     """The answer to `StagePrefix`."""
 
     attempt_key: AttemptKey
-    blocks: list[int]  #: Empty if nothing can come from elsewhere, or the pool is too full.
-    held_blocks: int = 0  #: Leading blocks that hold the prefix already.
+    #: The staged blocks, in the order of the prefix: first the pinned ones, which hold its
+    #: beginning already, then the reserved ones; with `pin_only` the pinned ones alone. Empty if
+    #: none are staged: the pool is too full, nothing more can come from elsewhere, or, with
+    #: `pin_only`, the pool holds nothing of the prefix.
+    blocks: list[int]
+    #: How many leading blocks of the prefix the pool holds already, staged or not.
+    held_blocks: int = 0
     tier_blocks: int = 0  #: How many of the next ones the tiers are said to hold.
 
 
 @dataclass(frozen=True, slots=True)
 class CachePrefix:
-    """The first `block_count` staged blocks hold the prefix: caches them, releases the others."""
+    """The first `block_count` staged blocks hold the prefix: they are cached, for prompts to find.
+
+    All staged blocks of the key are released; the pool may evict the cached ones from then on.
+    """
 
     attempt_key: AttemptKey
     block_count: int

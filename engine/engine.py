@@ -273,7 +273,10 @@ class Engine:
         return PrefixStaged(command.attempt_key, blocks, held_blocks, tier_blocks)
 
     def cache_staged(self, attempt_key: AttemptKey, block_count: int) -> None:
-        """Caches the first `block_count` staged blocks of this key and releases the others."""
+        """Caches the first `block_count` staged blocks of this key, and releases all of them.
+
+        The cached ones stay in the cache until they are evicted.
+        """
         self.scheduler.cache_staged(attempt_key, block_count)
 
     def pin_for_demotion(self) -> list[tuple[int, bytes]]:

@@ -170,7 +170,10 @@ class EngineLike(Protocol):
         ...
 
     def cache_staged(self, attempt_key: AttemptKey, block_count: int) -> None:
-        """Caches the first `block_count` staged blocks of this key and releases the others."""
+        """Caches the first `block_count` staged blocks of this key, and releases all of them.
+
+        The cached ones stay in the cache until they are evicted.
+        """
         ...
 
     def pin_for_demotion(self) -> list[tuple[int, bytes]]:

@@ -3,9 +3,11 @@
 Each round of the thread:
 1. Carry out every queued command; with nothing to compute, sleep until one comes.
 2. Run one step, and deliver its outputs. While it runs, the engine announces filled blocks.
-3. When the pool runs low, deliver cached blocks that the tiers (host memory, disk) shall copy.
+3. When free blocks run low, pin cached blocks and deliver them, so that the tiers (host memory,
+   disk) copy them before they are evicted.
 
-`deliver` is called on this thread with the events of a round, and must not block.
+`deliver` is called on this thread, several times in a round, each time with some of its events. It
+must not block.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from .engine_like import Deliver, EngineLike
 
 log = logging.getLogger(__name__)
 
-#: Seconds that `stop` waits for the step under way. A step is far shorter; one that hangs is left
-#: to the end of the process, since the thread is a daemon.
+#: Seconds that `stop` waits for the step under way. A step is far shorter. If one hangs, the thread
+#: is left alone: it is a daemon, so it ends with the process.
 STOP_S = 10.0
 
 
 class EngineThread:
     """Runs `engine.step()` while there is work, sleeps on the command queue while there is none.
 
-    An exception of the engine is logged and ends the thread: whoever started it watches `alive`.
-    `deliver` gets what happens, on the thread, as the module says.
+    An exception of the engine or of `deliver` is logged and ends the thread: whoever started it
+    watches `alive`. `deliver` gets what happens, on the thread, as the module says.
     """
 
     def __init__(self, engine: EngineLike, deliver: Deliver) -> None:
@@ -92,26 +94,31 @@ class EngineThread:
     def _carry_out_commands(self, *, wait: bool) -> bool:
         """Carries out what is queued; with `wait`, sleeps until a first command comes.
 
-        Returns False once the thread is to end.
+        Delivers the commands' replies together. Returns False once the thread is to end, and drops
+        the replies then.
         """
-        answers: list[EngineEvent] = []
+        replies: list[EngineEvent] = []
         try:
             while True:
                 queued_at, command = self._commands.get(block=wait)
                 if command is None:
                     return False
                 wait = False
-                answer = self._carry_out(command, time.perf_counter() - queued_at)
-                if answer:
-                    answers.append(answer)
+                reply = self._carry_out(command, time.perf_counter() - queued_at)
+                if reply:
+                    replies.append(reply)
         except queue.Empty:
             pass
-        if answers:
-            self._deliver(answers)
+        if replies:
+            self._deliver(replies)
         return True
 
     def _carry_out(self, command: EngineCommand, queued_s: float) -> EngineEvent | None:
-        """Tells the engine; returns the answer of a command that has one."""
+        """Has the engine carry out a command; returns the reply if the command has one.
+
+        `queued_s` are the seconds that the command waited in the queue. (The `answers` in a
+        command are those to its prompt: a request may ask for several.)
+        """
         match command:
             case AddSequence(sequence):
                 self.engine.add(sequence)

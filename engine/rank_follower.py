@@ -2,7 +2,7 @@
 
     python -m diptych.engine.rank_follower     # started by `rank_processes.RankProcesses.start`
 
-Messages come through standard input; the process ends when it does.
+Messages come through standard input; the process ends when standard input ends.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def run_follower(when_loaded: WhenLoaded | None = None) -> None:
 def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -> None:
     """Computes what each message says, until the input ends.
 
-    The ranks meet inside of the computations, to add up or join their parts. So results are dropped
-    here, except for the KV in the pool: rank 0 has them too.
+    The ranks meet inside of the computations, to add up or join their parts. So rank 0 has every
+    result too, and this rank keeps only the KV in its pool, and the last hidden states, of which
+    logits may be asked.
     """
     hidden = torch.empty(0)  # the last `ComputeHidden`'s: a `ComputeLogits` takes rows of it
     runner: DecodeRunner | None = None

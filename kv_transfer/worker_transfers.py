@@ -1,9 +1,9 @@
 """All KV transfer of one worker: the services of its ranks, and the `Fan` that joins them.
 
-A ticket is one transfer between two workers; its lanes are the parts of pairs of ranks. A command
-goes in by `WorkerTransfers.handle`, and to each rank that has a part in its ticket. The ranks'
-outcomes come back from threads of their own. The owner's thread joins them, and hears what came of
-whole tickets.
+A ticket is one transfer between two workers; a lane is the part of it that one pair of ranks moves.
+`WorkerTransfers.handle` takes a command and passes it on to each rank that has a lane of its ticket.
+The ranks' outcomes come back from threads of their own. The owner's thread joins them, and delivers
+what came of whole tickets.
 """
 
 from __future__ import annotations
@@ -80,11 +80,14 @@ class WorkerTransfers:
 
     @property
     def alive(self) -> bool:
-        """Whether every rank's service runs."""
+        """Whether every rank's service runs; True before `start`, as there is none."""
         return all(service.alive for service in self._services)
 
     def statistics(self) -> dict[str, Any]:
-        """Returns the sum of all ranks' snapshots; those of ranks above 0 are a call old."""
+        """Returns the sum of all ranks' snapshots.
+
+        A rank above 0 is in another process: its snapshot is that of the previous call.
+        """
         return sum_snapshots(service.statistics() for service in self._services)
 
     def stop(self) -> None:

@@ -54,7 +54,9 @@ class LoadPlan:
     shared: int = _option(0, "Tokens that all prompts begin with; of each system prompt in chat.")
     think: float = _option(2.0, "Mean seconds between an answer and the next message (chat).")
     steps: int = _option(6, "Rates that a ramp tries.")
-    trace: str = _option("", "File (.jsonl, .jsonl.gz, ServeGen .npz) or synthetic[:N].")
+    trace: str = _option(
+        "", "File (.jsonl, .jsonl.gz, ServeGen .npz) or synthetic[:N], N being its requests."
+    )
     scale: float = _option(1.0, "Factor on a trace's lengths, for models with a short context.")
     dispatch: str = _option("timestamp", "timestamp, or thinktime: turns wait for the one before.")
     seed: int = _option(0, "Of arrivals, lengths and texts.")

@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-#: figure -> metrics that tell it, Diptych's first, then vLLM's; the first that is there counts
+#: figure -> counters that tell it, Diptych's first, then vLLM's; the first that is there counts
 COUNTERS = {
     "requests": ("diptych_request_e2e_seconds_count", "vllm:request_success_total"),
     "output_tokens": ("diptych_request_output_tokens_sum", "vllm:generation_tokens_total"),
@@ -93,10 +93,14 @@ def compare_with_server(
 ) -> list[dict[str, Any]]:
     """Returns rows (figure, server's, client's, deviation) of all that both know.
 
-    The deviation is the client's figure over the server's, minus 1. `summary` is the summary of
-    `outcomes.py`. Where no metric tells a TTFT, the one in the answers' headers is taken.
-    A server's TTFT does not know the way to the server (a proxy, an event loop's queue). So
-    `path_s`, a round trip measured meanwhile, is added to it in a row of its own.
+    The deviation is the client's figure over the server's, minus 1; a figure that is 0 at the
+    server has no row. `counters` is what `difference` returned, `summary` what
+    `outcomes.summarize` returned. Without a TTFT metric, the mean of the TTFTs in the answers'
+    `Server-Timing` headers is taken.
+
+    A server's TTFT leaves out the time between client and server (a proxy, an event loop's
+    queue). So `path_s`, the mean seconds of a `GET /health` during the load (NaN: none was
+    measured), is added to it in a row of its own.
     """
     server_ttft_ms = counters.get("ttft_ms", summary["server_ttft_ms"].get("mean", math.nan))
     client_ttft_ms = summary["ttft_ms"].get("mean")
@@ -105,7 +109,7 @@ def compare_with_server(
         ("requests answered", answered, summary["served"]),
         ("output tokens", counters.get("output_tokens"), summary["output_tokens"]),
         ("TTFT mean, ms", server_ttft_ms, client_ttft_ms),
-        ("TTFT mean + way there, ms", server_ttft_ms + path_s * 1e3, client_ttft_ms),
+        ("TTFT mean + round trip, ms", server_ttft_ms + path_s * 1e3, client_ttft_ms),
         ("TPOT mean, ms", counters.get("tpot_ms"), summary["tpot_ms"].get("mean")),
         ("E2E mean, ms", counters.get("e2e_ms"), summary["e2e_ms"].get("mean")),
     ]

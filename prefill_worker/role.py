@@ -1,4 +1,4 @@
-"""The prefill role (pure): turns prompts into KV on another worker and a first token.
+"""The prefill role (pure): it has prompts computed, and pushes their KV to decode workers.
 
 An attempt is one placement of a request on a pair of workers. Its KV travels in one transfer, the
 ticket: the decode worker offers blocks, and this worker pushes into them.
@@ -127,8 +127,9 @@ class PrefillRole:
     def hand_over(self) -> list[PrefillAction]:
         """Gives up every attempt that still lacks an answer's first token.
 
-        Its gateway has it placed elsewhere. The transfers of the other attempts end soon by
-        themselves.
+        The gateway, told `HANDOVER`, has the request placed on another worker. The transfers of
+        the other attempts end soon by themselves. Called when this worker is to leave or to change
+        its role.
         """
         actions: list[PrefillAction] = []
         for ticket_id, attempt in list(self.attempts.items()):
@@ -192,7 +193,7 @@ class PrefillRole:
     def _cancel(self, ticket_id: str, reason: str) -> list[PrefillAction]:
         """Cancels an attempt's ticket, and its fetch. Blocks stay until `PushEnded`.
 
-        A second cancel of the same ticket changes nothing.
+        A second `CancelTransfer` of the same ticket has no effect.
         """
         attempt = self.attempts.get(ticket_id)
         if attempt is None:

@@ -7,7 +7,7 @@
 
 The `secret` of these proofs is the listener's own. `secret_of_listener` makes it from the cluster's
 secret and the listener's name, which is the agent's name for KV and the address for frames. A proof
-for one listener opens no other one, so nobody can pass it on.
+for one listener is worthless at any other, so a false listener cannot pass it on.
 
 The listener proves itself last, and only to a dialler that has proved to know the secret.
 HMAC is HMAC-SHA256 (RFC 2104) over the parts, each behind its length. `a` and `b` are random, so
@@ -34,8 +34,8 @@ from .frames import PROTOCOL, Challenge, Hello, Welcome
 HANDSHAKE_BYTES_MAX = 4096  #: Of a message whose sender has proved nothing yet.
 #: A caller that has proved nothing for so long is hung up on; a dialler waits as long.
 HANDSHAKE_TIMEOUT_S = 5.0
-#: Callers of one listener that have proved nothing yet. One more, and the oldest is hung up on: to
-#: keep a peer out, a flood must open so many connections within the peer's two round trips.
+#: Callers of one listener that have proved nothing yet. One more, and the oldest is hung up on. A
+#: flood keeps a peer out only if it opens so many connections while the peer's handshake goes on.
 UNPROVED_CALLERS_MAX = 64
 NONCE_BYTES = 16  #: Of `a` and `b`; 128 random bits never come twice.
 LENGTH = struct.Struct(">I")  #: Stands in front of each message.
@@ -112,7 +112,7 @@ class ListenerHandshake:
         hello = _decoded(hello_message, Hello)
         if not hmac.compare_digest(hello.proof, dialler_proof(self._secret, self._nonce, hello)):
             raise HandshakeRefused(f"{hello.name[:80]!r} does not know the cluster's secret")
-        # Only now, as the proof covers the protocol: the message names what a peer really speaks.
+        # Only after the proof, which covers the protocol: the error names what the peer speaks.
         if hello.protocol != PROTOCOL:
             raise HandshakeRefused(f"{hello.name} speaks protocol {hello.protocol}")
         self.hello = hello

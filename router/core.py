@@ -2,8 +2,10 @@
 
 Life of an attempt:
     PlacementRequested -> a `QueuedRequest`; the policy places it at once or queues it (`policies`)
-    ...                -> the policy places it on a pair of workers, or it is refused
-    FirstTokenSent     -> its prefill worker has credit again; the prediction is corrected
+    ...                -> the policy places it on a prefill and a decode worker, or (local) on one
+                          decode worker that computes the prompt too; or it is refused
+    FirstTokenSent     -> the worker that computed the prompt has credit again; what is predicted of
+                          a prefill worker is corrected
     AttemptEnded       -> the decode worker's blocks are free; the outcome joins the decision record
 All state is soft: a new router (higher term) rebuilds it from the workers that join and from the
 requests that gateways repeat.
@@ -58,8 +60,8 @@ from .recorder import DecisionRecorder, UntidiedPlacement, name_of
 from .request_queue import QueuedRequest, RequestQueue
 from .worker_state import DecodeReservation, WorkerState
 
-#: Of the tokens that its blocks have room for, so many are assumed to be read by a step for a
-#: reservation that another router made: its lengths are not known here.
+#: A decode step is assumed to read this share of the tokens that a reservation's blocks have room
+#: for, if the reservation is known from its worker alone, which does not say the lengths.
 FOREIGN_KV_SHARE = 0.75
 FINISHED = ("stop", "length")  #: reasons of attempts that say how long answers are
 MIN_REJECT_RETRY_S = 1.0  #: no client is told to come back sooner
@@ -112,16 +114,16 @@ class Router:
         self.placer = Placer(config, self.fleet, self._index, self.queue)
         self.policy = POLICIES[config.policy](self.placer)
         self.placed_attempts: dict[AttemptKey, PlacedAttempt] = {}
-        #: attempts that decode though this router did not place them, or their gateway is not
-        #: connected any more, with their decode workers, on which they keep their reservations
+        #: by key: the decode worker of an attempt that decodes though another router placed it, or
+        #: its gateway is not connected any more; the attempt keeps its reservation there
         self.foreign_attempts: dict[AttemptKey, WorkerState] = {}
         self.lengths = OutputLengths()
         self.goodput = Goodput(config.ttft_s, config.itl_s)
         self.counts = PlacementCounts()
         self.placed = 0  #: placements since the start
         self.refused = 0  #: refusals since the start
-        self.hit_tokens = 0  #: cached or fetched prompt tokens of all placements
-        self.prompt_tokens = 0  #: prompt tokens of all placements
+        self.hit_tokens = 0  #: cached or fetched prompt tokens of all placements that are tidied
+        self.prompt_tokens = 0  #: prompt tokens of the same placements
         self._demand = DemandWindow()
         self._recorder = DecisionRecorder(config.policy, config.decisions)
         self._now = -inf
@@ -186,8 +188,9 @@ class Router:
     def tidy(self) -> None:
         """Do what can be done after the answer is on its way.
 
-        The index and the counts learn of placements, and the records of these are written. Call
-        this after sending; the next `handle` does it otherwise.
+        The demand counts new requests. The index and the counts learn of placements, and the
+        records of these are written. The shortlist of workers is refreshed. Call this after
+        sending; the next `handle` does it otherwise.
         """
         for arrival in self._untidied_arrivals:
             self._demand.record_arrival(
@@ -253,7 +256,7 @@ class Router:
         return [DeliverFrame(peer, directory) for peer in (*self.gateways, *self.workers)]
 
     def _settle(self, now: float) -> list[RouterAction]:
-        """Announce the directory once this router knows who is missing."""
+        """Announce the directory once every live worker has had the time to join."""
         if self.settles_at is None:
             self.settles_at = now + self.config.settle_s
         if now < self.settles_at:
@@ -263,6 +266,11 @@ class Router:
         return self._announce()
 
     def _membership_changed(self, now: float) -> None:
+        """Follow whether decode workers have to compute all prompts (`Placer.local_only`).
+
+        With `disaggregate: auto` they have to while no prefill worker is up. Before this router has
+        settled, such a worker may be up and not have joined yet.
+        """
         if self.placer.update_local_only(self.settled):
             self.policy.local_only_changed(now)
 
@@ -559,6 +567,8 @@ class Router:
         ttft_s = now - attempt.request.arrived_at
         self.counts.count_first_token(attempt.placed.predicted_ttft_ms / 1e3, ttft_s)
         finished = self.fleet.finish_prompt(attempt.computing_worker, key, now)
+        # First tokens keep time for this: at each, the next worker in turn, if it is idle, loses a
+        # part of its own correction, which no prompt would correct while none goes there.
         self.fleet.revisit(now)
         if finished is not None:
             work, took_s = finished

@@ -141,7 +141,7 @@ class PrefixIndex:
         self._predicted.append((until, slot, tail_first))
 
     def _insert(self, slot: int, tail_first: Sequence[bytes], until: float) -> None:
-        """Add or renew entries; those that come first are the first to go if there are too many.
+        """Add or renew entries. If there are too many, the first ones are the first to go.
 
         `until` is when they end; inf: a worker has reported them.
         """
@@ -203,7 +203,7 @@ class PrefixIndex:
 
         `sampled` are the prompt's hashes at `positions`, root first (as for `find`).
         """
-        steps: list[tuple[int, int]] = []  #: (depth, mask of the workers that hold as many)
+        steps: list[tuple[int, int]] = []  #: (depth, mask of the workers that hold at least that)
         holding = -1  # a mask of all workers
         for depth, content in enumerate(sampled):
             mask = self._holders.get(content, 0) & holding
@@ -231,8 +231,8 @@ class PrefixIndex:
     def find(self, sampled: Sequence[bytes]) -> Hits:
         """Return everybody's depth, by bisection for the depths at which the holders change.
 
-        This trusts that a worker that holds a prefix holds its front too, but for races between
-        reports, which only cost precision.
+        This assumes that a worker that holds a block's prefix holds all shorter ones too. Races
+        between reports may break that for a while: depths are less exact then.
         """
         get = self._holders.get
         root_holders = get(sampled[0]) if sampled else None

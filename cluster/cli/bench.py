@@ -21,14 +21,16 @@ import typer
 from .common import check_output, fail, interrupt_on, table_lines
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
-#: Columns of the engine's table, in three parts: those of PEER_COLUMNS only where vLLM is compared.
+#: The engine's table has three groups of columns; those of PEER_COLUMNS are shown only in a
+#: comparison with vLLM.
 #: RATIO is vLLM's time over ours, SPREAD the interquartile range of the rounds' ratios, BANDWIDTH
 #: and FLOPS are shares of what the machine can do, WAITED the share of the time in which a thread
 #: waited for a CPU, because another process had it.
 TIME_COLUMNS = ("PHASE", "BATCH", "CONTEXT", "MS")
 PEER_COLUMNS = ("VLLM MS", "RATIO", "SPREAD")
 RATE_COLUMNS = ("TOKENS/S", "BANDWIDTH", "FLOPS", "WAITED")
-CALM_SHARE = 0.02  #: Threads of an undisturbed cell wait for a CPU for less of the time.
+#: A cell counts as disturbed if its threads waited for a CPU for this share of the time, or more.
+CALM_SHARE = 0.02
 INSTALL = "how to install it: engine/bench/README.md"
 
 
@@ -98,7 +100,10 @@ def router(
 
 
 def _measure_engine(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the result, or end the command. Torch is imported only now: the options are right."""
+    """Return the result, or end the command.
+
+    Torch is imported only now that all options but `--model` are known to be right.
+    """
     from ...engine.bench.child import EngineBenchError
     from ...engine.bench.compare import EngineBenchOptions, run
     from ...engine.errors import EngineError
@@ -117,7 +122,10 @@ def _measure_engine(model: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def checkpoint(model: str) -> Iterator[Path]:
-    """Yield the folder of `model`; a random model is written to a temporary one meanwhile."""
+    """Yield the folder of `model`, or end the command if there is no such model.
+
+    A random model is written to a temporary folder, which is removed at the end.
+    """
     from ...engine.bench.models import SHAPES, write_checkpoint
 
     if model not in SHAPES:

@@ -70,8 +70,8 @@ Laptop = Annotated[
 Grpc = Annotated[
     str,
     typer.Option(
-        help="Send the load over gRPC to HOST:PORT; auto: to the cluster of --laptop. The endpoint "
-        "is asked over HTTP which model it has."
+        help="Send the load over gRPC to HOST:PORT. With --laptop it goes to that cluster, "
+        "whatever is given (auto, for one). The endpoint is asked over HTTP which model it has."
     ),
 ]
 Model = Annotated[str, typer.Option(help="Model to ask for. Default: the first of /v1/models.")]
@@ -84,7 +84,12 @@ Think = Annotated[
     float, typer.Option(min=0, help="Mean seconds between an answer and the next message (chat).")
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Number of rates in a ramp.")]
-Trace = Annotated[str, typer.Option(help="File, or synthetic[:N], for --profile trace.")]
+Trace = Annotated[
+    str,
+    typer.Option(
+        help="File, or synthetic[:N] for N generated requests (default 4000). For --profile trace."
+    ),
+]
 Scale = Annotated[float, typer.Option(help="Factor on the trace's lengths.")]
 Dispatch = Annotated[
     str, typer.Option(help="timestamp, or thinktime: a trace's turns wait for the one before.")

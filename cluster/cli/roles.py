@@ -1,4 +1,4 @@
-"""`diptych drain` and `diptych flip`: what single workers do."""
+"""`diptych drain` and `diptych flip`: whether workers get requests, and in which role they work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, DryRun, Token, Wait, f
 
 Replica = Annotated[
     str | None,
-    typer.Argument(help="prefill/ab12cd34, or the beginning of its name; a pool drains all of it."),
+    typer.Argument(
+        help="A worker, as prefill/ab12cd34 or the beginning of that; or a pool, for all its workers."
+    ),
 ]
 
 
@@ -22,7 +24,8 @@ def drain(
         bool, typer.Option("--hand-over", help="Streams go on elsewhere, now.")
     ] = False,
     on_this_machine: Annotated[
-        bool, typer.Option("--self", help="All workers on this machine; hands over.")
+        bool,
+        typer.Option("--self", help="All workers on this machine, with --hand-over and --force."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Even if nobody else can serve.")] = False,
     wait: Wait = False,
@@ -30,7 +33,7 @@ def drain(
     admin: AdminUrl = DEFAULT_ADMIN,
     token: Token = "",
 ) -> None:
-    """Give a worker no new requests; those that it has end there, or with --hand-over elsewhere."""
+    """Give a worker no new requests. Those that it has end there, or with --hand-over elsewhere."""
     if (replica is None) != on_this_machine:
         fail("give a REPLICA, a pool, or --self", 2)
     admin_client = AdminClient(admin, token)
@@ -67,7 +70,7 @@ def drain(
 
 
 def flip(
-    replica: Annotated[str, typer.Argument(help="prefill/ab12cd34, or its name's beginning.")],
+    replica: Annotated[str, typer.Argument(help="prefill/ab12cd34, or the beginning of that.")],
     to: Annotated[str, typer.Option("--to", help="prefill or decode")],
     wait: Wait = False,
     dry_run: DryRun = False,
@@ -109,7 +112,10 @@ def _workers_on_this_machine(admin_client: AdminClient) -> list[str]:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether a socket of this machine can have the address, which has brackets if IPv6."""
+    """Return whether this machine has the address: a socket can be bound to it.
+
+    An IPv6 address may stand in brackets.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         try:

@@ -2,7 +2,7 @@
 
 Each refusal is a sentence that says why not. `scale` sets how many replicas a pool should have. A
 drained worker gets no new requests. A flip changes the role in which a worker works, and leaves the
-worker in its pool.
+worker in its pool. Nothing is carried out here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PoolChange(NamedTuple):
 
 
 def planned_changes(targets: dict[str, int], counts: dict[str, int]) -> list[PoolChange]:
-    """Return the change of each pool in `counts`, those included that have this count already.
+    """Return one change for each pool in `counts`, also for those that have the count already.
 
     `targets` are the replica counts that the pools should have now.
     """
@@ -91,13 +91,16 @@ def drain_refusal(
 ) -> str | None:
     """Return why these workers may not be drained without force, or None if they may.
 
-    For each role in which one of them is ready, a ready worker that is not drained must be left.
+    For each role of a ready worker among them, another ready worker of that role must remain.
     """
     drained_ids = {worker["id"] for worker in drained_workers}
     affected_roles = {worker["role"] for worker in drained_workers if worker["state"] == "ready"}
     for role in sorted(affected_roles):
         if not _has_other_ready_worker(workers, role, drained_ids):
-            return f"nobody else works as {role}: requests would wait in vain; scale up first"
+            return (
+                f"nobody else works as {role} and is ready: requests would wait in vain; "
+                "scale up first"
+            )
     return None
 
 
@@ -116,12 +119,12 @@ def flip_refusal(
     if prefill_ranks != decode_ranks:
         return (
             f"the pools differ in tensor_parallel ({prefill_ranks} and {decode_ranks}): "
-            "what fits one role is not the other's"
+            "a worker of one does not fit the other"
         )
     present_role = worker["role"]
     if present_role != role and not _has_other_ready_worker(workers, present_role, {worker["id"]}):
         return (
-            f"{worker['id']} is the last one that works as {present_role}; "
+            f"{worker['id']} is the last one that works as {present_role} and is ready; "
             f"scale up first: diptych scale {present_role}=2"
         )
     return None

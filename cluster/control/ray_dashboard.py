@@ -1,8 +1,9 @@
 """Two routes of Ray's dashboard, with which `serve status` and `serve config` work.
 
 `diptych serve` starts no dashboard: the dashboard's 11 processes take 206 MiB and 0.6 to 1.4 s of
-the start (2-core VM, `ray.init` with and without the dashboard). These routes only read. The guard
-of the admin API (http.py) asks `token_refusal` before a request comes here.
+the start (2-core VM, `ray.init` with and without the dashboard). These routes only read. Where Ray
+asks for its token (`ray_asks_for_token`), the guard of the admin API (http.py) lets a request come
+here only with that token (`token_refusal`); elsewhere the rule of the admin API's routes holds.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from .serve import serve_details
 
 VERSION_PATH = "/api/ray/version"
 APPLICATIONS_PATH = "/api/serve/applications/"
-PATHS = (VERSION_PATH, APPLICATIONS_PATH)  #: What these routes answer.
-SERVE_TIMEOUT_S = 10.0  #: For Serve's controller to answer.
+PATHS = (VERSION_PATH, APPLICATIONS_PATH)  #: The paths of these routes.
+SERVE_TIMEOUT_S = 10.0  #: Serve's controller has so long to answer.
 
 
 def routes() -> list[Route]:
@@ -38,7 +39,10 @@ def token_refusal(headers: Mapping[str, str]) -> ApiError | None:
 
 
 def ray_asks_for_token() -> bool:
-    """Return whether Ray in this process runs in token mode, as on the whole cluster."""
+    """Return whether this process's Ray authenticates by token.
+
+    It does so in all processes of a cluster, or in none.
+    """
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     enabled: bool = is_token_auth_enabled()
@@ -62,7 +66,10 @@ async def _version(_: Request) -> Response:
 
 
 async def _applications(_: Request) -> Response:
-    """Return the details of the Serve instance, as its controller gives them."""
+    """Return the details of the Serve instance, as its controller gives them.
+
+    Raises ApiError if the controller does not answer in `SERVE_TIMEOUT_S`.
+    """
     try:
         async with asyncio.timeout(SERVE_TIMEOUT_S):
             return JSONResponse(await serve_details())

@@ -32,8 +32,8 @@ class Checkpoint:
     folder: Path
     #: The model's name in the API.
     name: str
-    #: The shape of the model, as its config.json has it. None: vLLM computes the model, so our
-    #: decoder does not need the shape.
+    #: The shape of the model, as its config.json has it. None if vLLM runs the model: only our own
+    #: engine needs the shape.
     spec: ModelSpec | None
 
 
@@ -41,7 +41,8 @@ def find_checkpoint(config: ClusterConfig) -> Checkpoint:
     """Find the configured model, download it if need be, and check that it can be served.
 
     The model's name is the configured one; else `demo` for the bundled model, the folder's name, or
-    the Hugging Face id. Raises ConfigError with one sentence.
+    the Hugging Face id. Raises ConfigError, whose text is one sentence, if the model cannot be
+    served.
     """
     path = config.model.path
     if path is None:

@@ -12,7 +12,7 @@ fitted to measurements. With them, for one worker:
                  compute             (1 - step_base / t) / decode_compute_s(output, context)
                  memory bandwidth    (1 - step_s(0, 0) / t) / decode_read_s(context)
                  KV room             kv_tokens / (t * context)
-    decode     = the largest decode(t) with t up to the ITL target
+    decode     = the largest decode(t) of seven t up to the ITL target (`STEP_SHARES`)
 
     prefill use  = rate / (sum of 1 / prefill over prefill workers)
                    + backlog / (horizon * number of prefill workers)
@@ -23,10 +23,11 @@ fitted to measurements. With them, for one worker:
 which they should be worked off (`PlannerConfig.horizon_s`). ITL is the time between two tokens of
 an answer.
 
-A fleet meets the targets while its pressure is at most 1. This is the linear program of the goodput
-bound (simulator/bound.py) for the case that a pool of its own serves each phase of every request.
-Prompts queue, so prefill workers are planned to be busy for a smaller share of the time than decode
-workers.
+A fleet meets the targets while its pressure is at most 1. The pressure is infinite if a role has no
+worker, or if no decode worker has steps as short as the ITL target. This is the linear program of
+the goodput bound (simulator/bound.py) for the case that a pool of its own serves each phase of
+every request. Prompts queue, so prefill workers are planned to be busy for a smaller share of the
+time than decode workers.
 
 A worker keeps the pool (the Serve deployment) that it was started in. Its role is what it works as
 now, and a flip changes it. Pools and roles have the same two names.
@@ -44,7 +45,7 @@ from ...protos.frames import Coefficients
 from ...router.demand import OfferedLoad
 
 ROLES = ("prefill", "decode")
-#: Of the time, how much of it workers of a role are planned to be busy. Arrivals are bursty, and a
+#: The share of the time that workers of a role are planned to be busy. Arrivals are bursty, and a
 #: prompt that meets a busy prefill worker waits; decode workers compute many answers together.
 PREFILL_SHARE = 0.7
 DECODE_SHARE = 0.95
@@ -129,8 +130,8 @@ class ReplicaBounds:
 class PlannerConfig:
     """The planner's settings. Times are in seconds.
 
-    A dwell is a time in which the fleet is left alone, so that the effect of one action is seen
-    before the next.
+    A dwell is a time after an action in which an action of one kind is not taken, so that the
+    effect of the first is seen before.
     """
 
     #: The target of the time between two tokens of an answer.
@@ -153,7 +154,8 @@ class PlannerConfig:
     idle_pressure: float = 0.5
     #: Between a change of replica counts and the next growth.
     scale_up_dwell_s: float = 15.0
-    #: For this long a smaller fleet must have been enough before the fleet shrinks.
+    #: For this long a smaller fleet must have been enough, without a flip or a change of replica
+    #: counts, before the fleet shrinks.
     scale_down_dwell_s: float = 180.0
     #: The pressure up to which a smaller fleet counts as enough.
     scale_down_pressure: float = 0.7
@@ -216,7 +218,8 @@ def decode_rate(replica: Replica, demand: OfferedLoad, itl_s: float) -> float:
         step_s = share * itl_s
         compute = _rate_within(1 - cost.step_base / step_s, compute_s)
         bandwidth = _rate_within(1 - weights_step_s / step_s, read_s)
-        # An answer takes up its context, summed over its steps, for one step time each.
+        # The context is the sum, over an answer's steps, of the tokens that the answer has in the
+        # KV pool then; it has them there for one step time each.
         room = replica.kv_tokens / (step_s * demand.context)
         best_rate = max(best_rate, min(compute, bandwidth, room))
     return best_rate
@@ -270,9 +273,9 @@ class FlipCandidate(NamedTuple):
 
 
 class PoolCandidate(NamedTuple):
-    """A pool whose count may change by one, and the pressure after it; the lowest is best."""
+    """A pool that may change; of several, that with the lowest pressure is best."""
 
-    pressure: float
+    pressure: float  #: with one worker more, or less, in the role that has the pool's name
     pool: str
 
 
@@ -290,15 +293,15 @@ class Planner:
     started_at: float | None = None
     last_flip_at: float = -inf
     last_scale_at: float = -inf
-    #: Since when a smaller fleet would have been enough; None while it is not.
+    #: Since when a smaller fleet would have been enough, each time that this was looked at; None: it
+    #: was not at the last time, or the fleet has shrunk since.
     oversized_since: float | None = None
 
     def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
         """Return what to change now. `now` is in seconds by any one clock.
 
         Nothing is changed without demand, or while a role has no worker: then no speed is known by
-        which that role could be planned. Nor is anything while even the shortest step misses the
-        ITL target: no flip and no further worker would bring it within reach.
+        which that role could be planned.
         """
         if self.started_at is None:
             self.started_at = now
@@ -306,8 +309,6 @@ class Planner:
         if now - self.started_at < self.config.warmup_s or observation.demand.rate == 0:
             return []
         if not roles.prefill or not roles.decode:
-            return []
-        if self.pressure(observation, roles) == inf:
             return []
 
         actions: list[PlannerAction] = self._flip(observation, roles, now)
@@ -351,14 +352,19 @@ class Planner:
     # ---- roles -----------------------------------------------------------------------------------
 
     def _flip(self, observation: FleetObservation, roles: Roles, now: float) -> list[PlannerAction]:
-        """Return the flip that lowers the pressure most, if it is worth its cost."""
+        """Return the flip that lowers the pressure most, if it is worth its cost.
+
+        A pressure that is infinite before and after is not lower.
+        """
         if now - self.last_flip_at < self.config.flip_dwell_s:
             return []
         pressure = self.pressure(observation, roles)
         if pressure < self.config.idle_pressure:
             return []
         best = self._best_flip(observation, roles)
-        if best is None or best.pressure > pressure * (1 - self.config.flip_gain):
+        if best is None or best.pressure == inf:
+            return []
+        if best.pressure > pressure * (1 - self.config.flip_gain):
             return []
         self.last_flip_at = now
         reason = (
@@ -415,8 +421,11 @@ class Planner:
         """Return an order for more replicas of the scarcer pool: in proportion to the pressure.
 
         The scarcer pool is that in which one more worker would lower the pressure most. A replica
-        starts in the role that has its pool's name.
+        starts in the role that has its pool's name. Nothing is ordered if the pressure is infinite:
+        the present decode workers cannot meet the ITL target, and no more of them could.
         """
+        if pressure == inf:
+            return []
         if now - self.last_scale_at < self.config.scale_up_dwell_s:
             return []
         if any(observation.starting_replicas.values()):
@@ -460,7 +469,7 @@ class Planner:
         counts: dict[str, int],
         now: float,
     ) -> list[PlannerAction]:
-        """Return an order for one replica less, once that would have been enough for a while.
+        """Return an order for one replica less, if that was enough for `scale_down_dwell_s`.
 
         "Enough" is a pressure of `scale_down_pressure`, well below the 1 at which a fleet grows, so
         that the fleet does not swing.

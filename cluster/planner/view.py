@@ -17,15 +17,16 @@ def observe_fleet(
     workers: list[dict[str, Any]],
     starting_replicas: dict[str, int],
 ) -> FleetObservation | None:
-    """Return the planner's view, or None if `router` is empty since no router answers.
+    """Return the planner's view, or None if no router answers; `router` is then empty.
 
     `router` and `workers` are the statistics of these processes. `starting_replicas` counts by pool
     the replicas that Ray Serve is starting. The router knows the speed of each worker that has
-    joined it (`costs`); a worker that has not joined yet is left out of this observation. A card
-    has no role while its worker is drained, changes its role, or leaves for good. Workers in the
-    first two cases are resting: they will take work again. The router's `backlog_s` is the sum of
-    the seconds of prefill that workers have been given and have not computed. `recent` stays empty,
-    as the planner that runs live does not look at it.
+    joined it (`costs`); a worker that has not joined yet is none of the view's `replicas`, though
+    its KV blocks count. A card without a role belongs to a worker that is drained or changes its
+    role, or that leaves for good. Workers in the first two cases are resting: they will take work
+    again. The router's `backlog_s` is the sum of the seconds of prefill that workers have been
+    given and have not computed. `recent` stays empty, as the planner that runs live does not look
+    at it.
     """
     outlook = router.get("outlook")  # made by `router.demand.outlook`
     if outlook is None:
@@ -58,9 +59,9 @@ def observe_fleet(
 def _kv_used_share(workers: list[dict[str, Any]]) -> float:
     """Return the share of the decode workers' KV blocks that running answers hold.
 
-    Blocks that are only cached do not count as held: a new answer may take them. In statistics a
-    worker's role is prefill or decode, and a drained worker keeps it; `mixed` workers exist in the
-    simulator only. Without decode workers the share is 0.
+    Blocks that are only cached do not count as held: a new answer may take them. Unlike its card, a
+    worker's statistics keep its role, prefill or decode, while it is drained; `mixed` workers exist
+    in the simulator only. Without decode workers the share is 0.
     """
     block_counts = [
         worker["engine"]["kv_blocks"] for worker in workers if worker["role"] == "decode"

@@ -28,11 +28,13 @@ from .catalogue import (
     MetricDefinition,
 )
 
-#: Values of one label that come from outside (tenants, peers, reasons); the rest count as `other`,
-#: so that nobody can fill Prometheus' memory.
+#: At most so many values of a label are named if they come from outside (tenants, peers, reasons).
+#: The rest are added up as `other`, so that nobody can fill Prometheus' memory.
 LABEL_VALUES_MAX = 64
+#: All metrics with vLLM's names.
 VLLM_DEFINITIONS = VLLM_METRICS | VLLM_PAGE_METRICS
-READ_ATTEMPTS = 3  #: Another thread may change the dictionaries that rows are made of.
+#: Rows are read at most so many times: another thread may change a dictionary meanwhile.
+READ_ATTEMPTS = 3
 
 
 class MetricRow(NamedTuple):
@@ -56,8 +58,8 @@ FAMILY_TYPES: dict[str, type[Family]] = {
 class MetricsPage(Collector):
     """Collects the rows of one process.
 
-    `base_labels` are those of all rows. With `vllm_names` the page also has vLLM's names, from the
-    rows that have them.
+    Every row has `base_labels`, but those with vLLM's names, which have `model_name` instead: the
+    value of the base label `model`. Rows with vLLM's names are on the page only with `vllm_names`.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class MetricsPage(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics with their samples; prometheus_client calls this at each scrape.
 
-        A row whose name or labels are not in the catalogue is an error.
+        Raises KeyError or AssertionError for a row whose name or labels are not in the catalogue.
+        Rows that the page leaves out are not checked.
         """
         families: dict[str, Family] = {}
         for row in self._rows():
@@ -105,7 +108,10 @@ class MetricsPage(Collector):
             family.add_metric(label_values, row.value)
 
     def _rows(self) -> list[MetricRow]:
-        """Return all rows, of one try: a try that failed half-way gives none."""
+        """Return all rows of the first try that succeeds; those of a try that failed are dropped.
+
+        Raises what the last try raises.
+        """
         for _ in range(READ_ATTEMPTS - 1):
             try:
                 return list(self._read_rows())

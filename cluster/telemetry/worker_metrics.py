@@ -3,9 +3,9 @@
 NIXL, the library that moves KV, does not say which transport UCX below it chose
 (`kv_transfer/README.md`). It should not be TCP, which is slow and takes CPU. The kernel's count of
 the bytes of this process's TCP connections shows it, as in `diptych doctor`. When a tenth of the KV
-that arrived since the last look came over TCP, every peer that sent some of it is said to use
-`nixl (tcp)`. Which peer it is, `diptych doctor` measures pair by pair. Only rank 0's connections
-are counted.
+that arrived since the last comparison came over TCP, every peer that sent some of it is said to use
+`nixl (tcp)`. `diptych doctor` measures each pair, and so finds which of them it is. Only rank 0's
+connections are counted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any
 
 from .page import MetricRow, limit_label_values
 
-MINIMUM_KV_BYTES = 1 << 20  #: Of KV since the last look: less says nothing.
-TCP_SHARE_MINIMUM = 0.1  #: Of that KV; the messages beside KV are a share of 0.0001.
+MINIMUM_KV_BYTES = 1 << 20  #: Of KV on rank 0 since the last comparison: less says nothing.
+#: TCP bytes from which KV came over TCP, as a share of that KV. Messages beside KV are a share of
+#: about 0.0001.
+TCP_SHARE_MINIMUM = 0.1
 #: Every KV block is in one of the first six. A quarantined or orphaned one is in one of these, too.
 BLOCK_STATES = (
     "free",
@@ -35,21 +37,26 @@ STEP_PHASES = ("prefill", "decode")  #: Steps with prefill in them, and those wi
 
 @dataclass(slots=True)
 class TransportDetector:
-    """Finds out whether KV came over TCP, by what arrived between two looks (scrapes)."""
+    """Finds out whether KV came over TCP, by comparing the KV with the TCP bytes that arrived.
 
-    #: Returns the bytes that this process has received by TCP so far; None if that is unknown.
+    There is a comparison at a scrape, if enough KV has arrived since the last one.
+    """
+
+    #: Returns the bytes that came over this process's open TCP connections; None: unknown.
     tcp_received: Callable[[], int | None]
-    #: As of the last look at which enough KV had arrived; so are the KV bytes.
-    _previous_tcp_bytes: int = 0
-    _previous_kv_bytes: Counter[str] = field(default_factory=Counter)  #: By worker.
+    _previous_tcp_bytes: int = 0  #: At the last comparison.
+    _previous_kv_bytes: Counter[str] = field(default_factory=Counter)  #: The same, by worker.
     _uses_tcp: dict[str, bool] = field(default_factory=dict)  #: The findings, by worker.
 
     def workers_using_tcp(self, received: dict[str, int], ranks: int) -> dict[str, bool]:
-        """Return for each worker whether its KV came over TCP lately.
+        """Return for each worker whether its KV came over TCP when some was last compared.
 
         `received` are the bytes of KV from each worker so far, in all `ranks` ranks of this worker:
-        rank 0, whose connections are seen, got its part of them. A worker that sent too little
-        until now has no entry.
+        rank 0, whose connections are seen, got its part of them. A worker that has sent nothing
+        until the last comparison has no entry.
+
+        With less than `MINIMUM_KV_BYTES` on rank 0, from all workers together, or while the TCP
+        bytes are unknown, there is no comparison: the next one counts from the last one.
         """
         new_kv_bytes = {
             worker: kv_bytes - self._previous_kv_bytes[worker]
@@ -59,13 +66,14 @@ class TransportDetector:
         if rank_kv_bytes < MINIMUM_KV_BYTES:
             return self._uses_tcp
         tcp_bytes = self.tcp_received()
-        if tcp_bytes is not None:
-            new_tcp_bytes = tcp_bytes - self._previous_tcp_bytes
-            uses_tcp = new_tcp_bytes >= TCP_SHARE_MINIMUM * rank_kv_bytes
-            for worker, kv_bytes in new_kv_bytes.items():
-                if kv_bytes:
-                    self._uses_tcp[worker] = uses_tcp
-            self._previous_tcp_bytes = tcp_bytes
+        if tcp_bytes is None:
+            return self._uses_tcp
+        new_tcp_bytes = tcp_bytes - self._previous_tcp_bytes
+        uses_tcp = new_tcp_bytes >= TCP_SHARE_MINIMUM * rank_kv_bytes
+        for worker, kv_bytes in new_kv_bytes.items():
+            if kv_bytes:
+                self._uses_tcp[worker] = uses_tcp
+        self._previous_tcp_bytes = tcp_bytes
         self._previous_kv_bytes = Counter(received)
         return self._uses_tcp
 
@@ -75,7 +83,9 @@ def worker_rows(
 ) -> Iterator[MetricRow]:
     """Yield all rows of a worker from what its `statistics` method returns.
 
-    `ranks` are the processes that share the worker's model.
+    `ranks` are the processes that share the worker's model. A value in `statistics` is a number,
+    or a histogram as `kv_transfer.statistics.Histogram.values`: the seconds of steps and of
+    transfers, and the tokens of a step.
     """
     worker_labels = {"role": statistics["role"] or "none", "state": statistics["state"]}
     yield MetricRow("worker_info", 1, worker_labels)
@@ -122,8 +132,10 @@ def _transfer_rows(
         failures[reason_code] += count
     for reason_code, failure_count in limit_label_values(failures).items():
         yield MetricRow("kv_transfer_failures_total", failure_count, {"reason": reason_code})
+    # the metric's name stays, as boards have it: a session is a ticket, which is one open transfer
     for state, ticket_count in transfer["tickets"].items():
         yield MetricRow("kv_sessions", ticket_count, {"state": state})
+    # here a session is a rank of another worker, which the transport reaches
     yield MetricRow("kv_peers", transfer["sessions"])
     yield from _peer_rows(transfer, detector, ranks)
 
@@ -131,7 +143,10 @@ def _transfer_rows(
 def _peer_rows(
     transfer: dict[str, Any], detector: TransportDetector, ranks: int
 ) -> Iterator[MetricRow]:
-    """Yield how much KV came from each worker, and by which transport."""
+    """Yield how much KV came from each worker, and by which transport.
+
+    Peers beyond the limit of label values are `other`, which uses TCP if one of them does.
+    """
     transport = transfer["transport"]
     received = transfer["received_from"]
     bytes_by_peer = limit_label_values(received)
@@ -140,6 +155,9 @@ def _peer_rows(
     uses_tcp: dict[str, bool] = {}
     if transport == "nixl":
         uses_tcp = detector.workers_using_tcp(received, ranks)
+    unnamed_peers = received.keys() - bytes_by_peer.keys()
+    if any(uses_tcp.get(peer) for peer in unnamed_peers):
+        uses_tcp = uses_tcp | {"other": True}
     for peer in bytes_by_peer:
         peer_transport = f"{transport} (tcp)" if uses_tcp.get(peer) else transport
         yield MetricRow("kv_peer_transport", 1, {"peer": peer, "transport": peer_transport})

@@ -1,8 +1,8 @@
 """Framed connections: length-prefixed MessagePack over TCP, both ways, with heartbeats.
 
 `dial` and `FrameListener` make a `FrameConnection` once both ends have proved that they know the
-cluster's secret (`handshake`). The proofs are for the address that was dialled, so who listens
-where a process was before cannot pass them on to another one.
+cluster's secret (`handshake`). A proof holds only for the address that was dialled, so a stranger
+who listens where a process was before cannot pass it on to another process.
 
 A connection ends when the peer closes it, is silent for the limit of its reader, sends a malformed
 frame, or lets more than `BUFFER_BYTES_MAX` bytes pile up.
@@ -36,15 +36,17 @@ from .handshake import admit, greet
 
 log = logging.getLogger(__name__)
 
-LISTENER_KIND = "frames"  #: Of a listener's own secret.
+LISTENER_KIND = "frames"  #: The kind from which a listener's own secret is derived.
 BUSY_HEARTBEAT_S = 0.25  #: Between heartbeats while there is traffic, and for `BUSY_FOR_S` after.
 BUSY_FOR_S = 5.0  #: After the last frame that was no heartbeat.
 IDLE_HEARTBEAT_S = 1.0  #: Between heartbeats otherwise.
 SUSPECT_AFTER_S = 1.0  #: A busy peer that is silent for longer is suspected to be frozen.
 BUFFER_BYTES_MAX = 16 << 20  #: Unsent bytes; a peer that lets more pile up is cut off.
-#: A longer frame is refused; as it waits to be sent, it alone could exceed `BUFFER_BYTES_MAX`.
+#: The receiver refuses a longer frame: unsent, it alone would exceed the sender's
+#: `BUFFER_BYTES_MAX`.
 FRAME_BYTES_MAX = BUFFER_BYTES_MAX
-TURN_S = 0.005  #: A peer that never ceases to speak leaves the loop to others after this.
+#: After so long of frames without a pause, `frames` leaves the loop to others once.
+TURN_S = 0.005
 _LENGTH = struct.Struct(">I")  #: Stands in front of each frame: its bytes.
 _HEARTBEAT = Heartbeat()  #: The one that is sent: `send` tells it from other frames by identity.
 
@@ -136,9 +138,9 @@ class FrameConnection:
                 frame = await self.receive()  # does not yield to the loop while a frame is there
                 if not isinstance(frame, Heartbeat):
                     yield frame
-                    if time.monotonic() - turn_began > TURN_S:
-                        await asyncio.sleep(0)
-                        turn_began = time.monotonic()
+                if time.monotonic() - turn_began > TURN_S:
+                    await asyncio.sleep(0)
+                    turn_began = time.monotonic()
         except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
             # A peer that just closes (IncompleteReadError) is nothing to log.
             if isinstance(error, ConnectionError) and str(error):
@@ -148,11 +150,15 @@ class FrameConnection:
             self.abort()
 
     async def _exchange_heartbeats(self, silence_limit_s: float) -> None:
-        """Send heartbeats when nothing else is sent, and close when the peer sends none."""
+        """Send heartbeats when nothing else is sent, and close when the peer is silent for too long.
+
+        Every frame of the peer counts, not only its heartbeats.
+        """
         checked_at = self._loop.time()
         while True:
             busy = checked_at - self._busy_at < BUSY_FOR_S
-            # Three heartbeats fit into the peer's limit, if that is as long as this end's.
+            # Three heartbeats fit into the peer's limit, if that is as long as this end's. (The
+            # configuration's minimum is 1 s, so those of a busy connection do, too.)
             interval_s = BUSY_HEARTBEAT_S if busy else min(IDLE_HEARTBEAT_S, silence_limit_s / 3)
             await asyncio.sleep(interval_s)
             now = self._loop.time()
@@ -160,7 +166,8 @@ class FrameConnection:
             lateness_s = now - checked_at - interval_s
             self._received_at += max(lateness_s, 0.0)
             checked_at = now
-            # 0.9: the last heartbeat left a little later than its interval began.
+            # 0.9: the last heartbeat was sent just after `checked_at` was noted, so a little less
+            # than a whole interval may have passed.
             if now - self._sent_at >= interval_s * 0.9:
                 self.send(_HEARTBEAT)
             silence_s = now - self._received_at
@@ -251,7 +258,7 @@ class FrameListener:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = await admit(reader, writer, self._own_secret)
         except (OSError, TimeoutError) as error:  # a ConnectionError of `admit` is an OSError
-            log.warning("refused a connection: %s", error or type(error).__name__)
+            log.warning("refused a connection: %s", str(error) or type(error).__name__)
             writer.transport.abort()
             return
         finally:

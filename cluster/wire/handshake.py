@@ -1,6 +1,6 @@
 """The handshake of `protos/handshake.py` on an asyncio connection.
 
-Neither side limits its time or closes the connection after an error: the caller does both.
+Neither function has a timeout or closes the connection after an error: the caller does both.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ async def greet(
 ) -> None:
     """Do the dialler's side of the handshake.
 
-    Raises ConnectionError if the listener does not know the secret, or hangs up.
+    `identity` has the secret of the listener (`secret_of_listener`). Raises ConnectionError if the
+    listener does not know the secret, sends another message or too long a one, or hangs up.
     """
     handshake = DiallerHandshake(identity)
-    # Nothing is drained, here and below: messages of a handshake are smaller than any buffer.
+    # No `drain`, here and in `admit`: messages of a handshake fit into any buffer.
     challenge = await _receive(reader, "Challenge")
     writer.write(with_length(handshake.answer(challenge)))
     handshake.conclude(await _receive(reader, "Welcome"))
@@ -35,8 +36,8 @@ async def greet(
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: str) -> Hello:
     """Do the listener's side of the handshake; return what the dialler says of itself.
 
-    Raises ConnectionError if the dialler does not know the secret, speaks another protocol, or
-    hangs up.
+    Raises ConnectionError if the dialler does not know the secret, speaks another protocol, sends
+    another message or too long a one, or hangs up.
     """
     handshake = ListenerHandshake(secret)
     writer.write(with_length(handshake.challenge()))
@@ -47,7 +48,7 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
 
 
 async def _receive(reader: asyncio.StreamReader, name: str) -> bytes:
-    """Read one message. `name` is the expected one's, for the error.
+    """Read one message. `name` is the name of the expected message, for the error.
 
     Raises ConnectionError if the other end hangs up, or announces too long a message.
     """

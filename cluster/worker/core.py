@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, assert_never
@@ -123,6 +124,7 @@ class WorkerCore:
         self._peers: dict[str, list[PeerCard]] = {}  #: by worker: a card for each of its ranks
         self._probe: asyncio.Future[ProbeEnded] | None = None  #: the one that runs, if any
         self._probe_numbers = itertools.count()
+        self._stops = ExitStack()  #: stops what `start` has made so far, the last one first
 
     async def start(self, host: str, progress: ReportProgress | None = None) -> list[PeerCard]:
         """Load the model and open the transports; return what peers need to know, by rank.
@@ -131,17 +133,23 @@ class WorkerCore:
         weights load. Raises what the engine or a transport raises.
         """
         self._claimed_cores = claim(self.pool_config.engine.threads)
+        self._stops.callback(self._claimed_cores.close)
         options = engine_config(self.config, self.pool_config, self._model)
         options = replace(options, cores=self._claimed_cores.cores)
         self.engine: EngineLike = await asyncio.to_thread(self._open_engine, options, progress)
+        self._stops.callback(self.engine.close)
         self.weight_loads += 1
         self._salt = fingerprint(self._model)
         self._grammars = GrammarQueue(self.engine, self._begin, self._refuse)
         self.engine_thread = EngineThread(self.engine, self._from_thread)
         self.tiering = self._open_tiers()
+        if self.tiering:
+            self._stops.callback(self.tiering.close)
         self.transfers = WorkerTransfers(self._loop.call_soon_threadsafe, self._handle_events)
+        self._stops.callback(self.transfers.stop)
         cards = await asyncio.to_thread(self.transfers.start, self._make_rank_services(host))
         self.role = self._make_role(self.pool)
+        self._stops.callback(self.engine_thread.stop)
         self.engine_thread.start()
         return cards
 
@@ -466,13 +474,11 @@ class WorkerCore:
         )
 
     def stop(self) -> None:
-        """End the threads and give back the cores. Takes seconds at most."""
-        self.engine_thread.stop()
-        self.transfers.stop()
-        if self.tiering:
-            self.tiering.close()
-        self.engine.close()
-        self._claimed_cores.close()
+        """End the threads and give back the cores. Takes seconds at most.
+
+        After a `start` that failed or has not ended, this stops what was made until then.
+        """
+        self._stops.close()
 
 
 @dataclass(slots=True)

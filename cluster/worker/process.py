@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 #: Seconds between two reports to the router, and between two questions to Ray about a lost worker.
 REPORT_S = 1.0
 FIRST_REPORT_S = 0.1  #: as `REPORT_S`, while the router does not know the worker
-MOURN_S = 3600.0  #: Ray is asked for as long whether a lost worker's process is gone
+MOURN_S = 3600.0  #: for this long, Ray is asked whether a lost worker's process is gone
 CHANGE_TICK_S = 0.01  #: between two looks at a change of role that is under way
 
 
@@ -84,6 +84,8 @@ class WorkerProcess:
         self._reporter = WorkerReporter()
         self._card: frames.WorkerCard | None = None  #: what the router knows of us; None at first
         self._change_task: asyncio.Task[None] | None = None  #: while a change is under way
+        #: What `__del__` has to stop: what `_start` has made so far, the last one first.
+        self._stops = contextlib.AsyncExitStack()
         caller = PeerIdentity(self.name, "worker", self.config.secret)
         self.link = RouterLink(
             _find_router,
@@ -113,6 +115,10 @@ class WorkerProcess:
             send=self._send,
             on_observation=self._report,
         )
+        self._stops.callback(self.core.stop)
+        # The spans are sent before the core stops: Serve may kill the process while that takes long.
+        if self.tracer:
+            self._stops.push_async_callback(asyncio.to_thread, self.tracer.close)
         kv_cards = await self.core.start(host, self._report_loading)
         self.listener = FrameListener(
             self.config.secret, frames.FramesToWorker, self._serve_gateway
@@ -163,6 +169,7 @@ class WorkerProcess:
             labels,
             lambda: worker_rows(self.statistics(), transport_detector, ranks),
         )
+        self._stops.callback(self.metrics.close)
         await self.metrics.start(host)
         return self.metrics.address
 
@@ -199,7 +206,7 @@ class WorkerProcess:
             case frames.WorkerDirectory():
                 self._take_directory(frame)
             case frames.AttemptPlaced() | frames.AttemptRefused():
-                pass  # these and the next are for gateways
+                pass  # the router sends these, and those of the next case, to gateways only
             case frames.InspectProcess() | frames.CloseGateway() | frames.CallReply():
                 pass
             case frames.Heartbeat():
@@ -226,10 +233,12 @@ class WorkerProcess:
         self._known_workers = cards
 
     async def _mourn(self, card: frames.WorkerCard) -> None:
-        """Wait until Ray knows that a lost worker's process is gone.
+        """Ask Ray again and again whether a lost worker's process is gone, and tell the core.
 
-        A worker that is merely silent may be frozen, and write to our blocks when it wakes up. So
-        blocks that it could write stay out of use until then, or until it is back.
+        This ends when the process is gone, when the worker is back, or after `MOURN_S`. A worker
+        that is merely silent may be frozen, and write to our blocks when it wakes up. So blocks
+        that it could write stay out of use until its process is known to be gone, or until it is
+        back, even if Ray is asked no more.
         """
         deadline_s = time.monotonic() + MOURN_S
         while card.id not in self._known_workers and time.monotonic() < deadline_s:
@@ -339,7 +348,10 @@ class WorkerProcess:
     # ---- life ------------------------------------------------------------------------------------
 
     def _handle(self, event: LifecycleEvent) -> None:
-        """Feed the life cycle, carry out what it decides, and keep its clock while it changes."""
+        """Give the life cycle an event, and carry out the actions that it decides on.
+
+        While a change is under way, a task ticks the life cycle.
+        """
         for action in self.lifecycle.handle(event, time.monotonic()):
             match action:
                 case OfferRole(role):
@@ -407,18 +419,18 @@ class WorkerProcess:
         }
 
     async def __del__(self) -> None:
-        """Serve's shutdown hook: the work goes on elsewhere, then the threads stop."""
+        """Serve's shutdown hook: the work goes on elsewhere, then the threads stop.
+
+        Serve may call it while the constructor still runs: then nothing is handed over, and what
+        was made until then is stopped.
+        """
         if self.lifecycle.phase is not WorkerPhase.STARTING:
             self._handle(LeaveOrdered(self.link.connected))
             if self._change_task:
                 await asyncio.wait([self._change_task])
         for task in self._tasks:
             task.cancel()
-        with contextlib.suppress(AttributeError):  # the start had not come that far
-            self.metrics.close()
-            if self.tracer:
-                await asyncio.to_thread(self.tracer.close)
-            self.core.stop()
+        await self._stops.aclose()
 
 
 def _resident_mib() -> int:

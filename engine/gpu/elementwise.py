@@ -1,4 +1,4 @@
-"""The operations between the matrices, in Triton: RMSNorm, SiLU, rope and the store of K and V.
+"""What lies between the matrix products, in Triton: RMSNorm, SiLU, rope, and the store of K and V.
 
 Each rounds to the model's dtype where `engine.ops` does, so both give the same model. In kernels,
 parameters that end in `_row` or `_stride` are strides in elements, and upper-case parameters are
@@ -45,7 +45,8 @@ def _rms_norm(
 def rms_norm(rows: torch.Tensor, norm: RmsNorm, delta: torch.Tensor | None = None) -> torch.Tensor:
     """Return the RMSNorm of `rows` [T, size].
 
-    With `delta` [T, size] that is added to `rows` first, in place and in the same pass.
+    If `delta` [T, size], contiguous, is given, it is added to `rows` first: in place, in the same
+    pass.
     """
     row_count, size = rows.shape
     out = torch.empty(row_count, size, dtype=rows.dtype, device=rows.device)
@@ -144,10 +145,12 @@ def rope_store(
     angles: tuple[torch.Tensor, torch.Tensor],
     slots: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Rotate queries in place, and store rotated keys and values in their slots.
+    """Rotate queries in place; store keys, rotated, and values, unchanged, in their slots.
 
-    `qkv` is [T, (Hq + 2 Hkv) D]; `angles` are cosines and sines, float32 [T, D / 2]; `slots` are
-    the block and the offset of each row, int64 [T]. Returns the rotated queries, a view [T, Hq, D].
+    `qkv` is [T, (Hq + 2 Hkv) D], D a power of two. `cache` is the keys and the values, with equal
+    strides. `norms` are those of queries and of keys, which come before the rotation, or None.
+    `angles` are cosines and sines, float32 [T, D / 2]; `slots` are the block and the offset of each
+    row, int64 [T]. Returns the rotated queries, a view [T, Hq, D].
     """
     keys, values = cache
     cosines, sines = angles

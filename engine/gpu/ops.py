@@ -35,7 +35,7 @@ from .varlen import Varlen, copy_to_device, split_by_phase
 
 @dataclass
 class DeviceStepRows(StepRows):
-    """The rows of a step on the device; `varlen` says the same to attention libraries."""
+    """The rows of a step on the device; `varlen` says the same to attention backends."""
 
     varlen: list[Varlen] = field(default_factory=list)  #: Runs of prefill and of decode.
 
@@ -43,7 +43,7 @@ class DeviceStepRows(StepRows):
 class GpuLinear(Linear):
     """A linear layer by cuBLAS, with the residual inside the product's epilogue.
 
-    Where the operations are `exact` the product is `matmul`, whose one tile does not depend on the
+    Where the operations are `exact` the product is `matmul`, which has the same tile size for any
     number of rows.
     """
 
@@ -82,10 +82,13 @@ class GpuOps(Ops):
 
     `Ops` says what each method takes and returns. `needs` is what attention has to compute,
     `max_len` is the length in tokens of the longest sequence, `setting` the name of an attention
-    backend or "auto". With `fp8` the weights are e4m3. The constructor raises KernelUnavailable
-    where that cannot run.
+    backend or "auto". With `fp8` linear layers and experts have weights in FP8 (e4m3), but for
+    `precise` layers and shapes that `Fp8Linear` does not take. The constructor raises
+    KernelUnavailable if the device cannot do what was asked.
     """
 
+    #: `decode.DecodeRunner` can run steps of pure decode with these operations, the choice of the
+    #: next ids included.
     device_steps = True
 
     def __init__(
@@ -132,6 +135,7 @@ class GpuOps(Ops):
         matrices: Iterable[tuple[torch.Tensor, torch.Tensor]],
         combine: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> GroupedExperts:
+        """Return a mixture's experts. `combine` sums what the ranks compute; None: one rank."""
         return GroupedExperts(self, count, matrices, combine, fp8=self._fp8, exact=self.exact)
 
     def place(self, token_ids: torch.Tensor, step: StepRows) -> tuple[torch.Tensor, StepRows]:

@@ -1,13 +1,14 @@
 """Paged attention in Triton: kernels for prefill, for decode with split KV, and to combine splits.
 
-Keys are summed in splits that begin at fixed positions, and splits are merged in order. Which
-program computes a split is free, where the split begins is not: so a row's bits depend on neither
-the batch nor the grid. With `exact`, prefill takes the tile of decode, and its bits too.
+Keys are summed in splits that begin at fixed positions, and splits are merged in order. Any program
+may compute a split, but the split begins at the same position always. So the bits that a kernel
+gives for a row depend on neither the batch nor the grid. Prefill and decode differ in their bits,
+but with `exact`, prefill takes the tile and the splits of decode, and so gives its bits.
 
 The online softmax is that of Milakov and Gimelshein (arXiv:1805.02867). It goes through the keys
-once and keeps three numbers for each row: the largest score so far (`top`), the sum of
-exp2(score - top) (`total`), and the sum of these weights times the values (`summed`). Splits and
-their merge are those of Flash-Decoding (pytorch.org/blog/flash-decoding).
+once and keeps for each row the largest score so far (`top`), the sum of exp2(score - top)
+(`total`), and the sum of these weights times the values (`summed`, a vector of the head's size).
+Splits and their merge are those of Flash-Decoding (pytorch.org/blog/flash-decoding).
 
 Scores are in units of log 2, because `exp2` is one instruction. Upper-case parameters are known
 when a kernel is compiled.
@@ -25,11 +26,12 @@ from .varlen import Varlen
 #: log2(e): turns scores into units of log 2.
 LOG2E = 1.4426950408889634
 
-#: Keys of a split, at least: shorter ones would cost more to merge than they gain in parallel.
-SPLIT = 256
+#: Keys of a split, at least: shorter ones would cost more to merge than they gain in parallel. How
+#: many a split really has is `PagedAttention.split`, which the kernels get as SPLIT.
+SPLIT_MINIMUM = 256
 
 #: Splits of a sequence, at most: longer contexts have longer splits. It bounds the workspace.
-SPLITS = 64
+SPLITS_LIMIT = 64
 
 #: Programs of a decode grid, about: some for each of the 132 to 148 processors of a GPU.
 PROGRAMS = 1024
@@ -50,7 +52,8 @@ def _merge(summed, top, total, summed2, top2, total2):
 def _sequence_of(tile, query_starts, sequences, TOKENS: tl.constexpr):
     """Find the sequence whose rows `tile` holds.
 
-    Sequence i begins at tile query_starts[i] / TOKENS + i, so every sequence has tiles enough.
+    Sequence i begins at tile query_starts[i] // TOKENS + i: the `+ i` leaves each sequence before
+    it room for a last tile that is not full.
     """
     low, high = tile * 0, sequences
     while high - low > 1:
@@ -246,7 +249,9 @@ class PagedAttention:
     """softmax(q k^T scale) v over pages, by Triton.
 
     `max_len` is the length of the longest sequence in tokens. With `exact`, prefill gives the bits
-    of decode. Workspaces are kept, because a CUDA graph needs them to stay at their place.
+    of decode; without, runs of one row a sequence take the kernel of decode, all others that of
+    prefill. Workspaces stay until a larger batch comes. A CUDA graph needs them to stay where they
+    are, so the graph of the largest batch must be captured first.
     """
 
     name = "triton"
@@ -254,7 +259,7 @@ class PagedAttention:
 
     def __init__(self, max_len: int, exact: bool = False) -> None:
         #: Keys of a split. It depends on `max_len` alone, never on a step: bits depend on it.
-        self.split = max(SPLIT, triton.next_power_of_2(triton.cdiv(max_len, SPLITS)))
+        self.split = max(SPLIT_MINIMUM, triton.next_power_of_2(triton.cdiv(max_len, SPLITS_LIMIT)))
         self.exact = exact
         self._split_count = triton.cdiv(max_len, self.split)
         self._partials = torch.empty(0)
@@ -383,7 +388,7 @@ class PagedAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return float32 `partials` and `tops` for `row_count` rows.
 
-        Those of the largest batch so far are kept.
+        Those of the largest batch so far are kept, as the class says.
         """
         splits = row_count * queries.shape[1] * self._split_count
         if len(self._tops) < splits * 2 or self._tops.device != queries.device:

@@ -24,7 +24,7 @@ PADDING_POSITION = -1
 
 
 def bucket_size(row_count: int) -> int:
-    """Return how many rows the graph has that computes `row_count` rows.
+    """Return the rows of the smallest graph that has room for `row_count` rows.
 
     The sizes are 1, 2, 4, 8, then multiples of 8 up to 64, then multiples of 32: few graphs to
     capture, and little padding where rows are costly.
@@ -55,8 +55,8 @@ class DecodeRow:
     position: int  #: Of the last id in its sequence.
     blocks: list[int]  #: The sequence's own list, which only grows.
     seed: int  #: The random numbers of the next id follow from `seed` and `draw` alone.
-    #: The position that the next id is going to have in its sequence, `position` + 1: by it the
-    #: host's sampler draws too (`sampler.gumbel_noise`).
+    #: The position that the next id is going to have in its sequence, `position` + 1. The host's
+    #: sampler counts its draws in the same way (`sampler.gumbel_noise`).
     draw: int
     temperature: float  #: 0: the id of the largest logit is taken.
 
@@ -83,7 +83,8 @@ def pack_rows(rows: Sequence[DecodeRow], width: int) -> np.ndarray:
 class BlockTables:
     """What the device knows of the block tables, row by row."""
 
-    device_tables: np.ndarray  #: int32 [rows, blocks]: what the device has after the next step.
+    #: int32 [rows, blocks]: what the device has once the next step has sent the changed rows.
+    device_tables: np.ndarray
     lists: list[list[int]]  #: The `blocks` that each row had last.
     counts: list[int]  #: How many blocks of that list the device has.
 

@@ -1,8 +1,9 @@
-"""The floors of a step, and what facts of the field predict for it (pure).
+"""Lower bounds of a step's time, its floors, and what was predicted for it (pure).
 
-A floor is what a step cannot be faster than. Floors are of a dense Llama-like model: bytes read
-once at the copy bandwidth, or products at the matmul rate, whichever takes longer, plus the KV that
-decode reads. A product and its addition are two FLOPs.
+A floor is what a step cannot be faster than if matrices and attention take turns. Floors are of a
+dense Llama-like model. That of the matrices is reading them once (at the copy bandwidth) or their
+products (at the matmul rate), whichever takes longer; that of attention is reading the KV or its
+products. A product and its addition are two FLOPs.
 
 Predictions were written down before any kernel here had run on a GPU; they are for an H200
 at 4.3 TB/s and 790 TFLOP/s.
@@ -64,23 +65,27 @@ class StepFloor:
 
     weight_bytes: float  #: Of all matrices that the step multiplies by, read once.
     kv_bytes: float  #: Of the K and V that all rows attend to, read once.
-    flops: float  #: Of matrices and attention.
+    matrix_flops: float  #: Of all rows' products with the matrices.
+    attention_flops: float  #: Of all rows' scores, and of the sums of the values.
 
     def seconds(self, ceilings: DeviceCeilings) -> float:
-        """Return max(weights / copy, FLOPs / matmul) + KV / copy.
+        """Return max(weights / copy, products / matmul) + max(KV / copy, attention / matmul).
 
-        Reading weights overlaps with their products; attention, which reads KV, comes in between.
+        Reading overlaps with the products of what is read. Matrices and attention take turns, as
+        each needs the result of the other.
         """
         weights_s = self.weight_bytes / ceilings.copy_bytes_s
-        products_s = self.flops / ceilings.matmul_flops_s
-        return max(weights_s, products_s) + self.kv_bytes / ceilings.copy_bytes_s
+        products_s = self.matrix_flops / ceilings.matmul_flops_s
+        kv_s = self.kv_bytes / ceilings.copy_bytes_s
+        attention_s = self.attention_flops / ceilings.matmul_flops_s
+        return max(weights_s, products_s) + max(kv_s, attention_s)
 
 
 def _layer_weights(spec: ModelSpec) -> int:
     """Return how many weights all layers' matrices have, without embedding and head.
 
-    Queries and outputs have a matrix over all heads, keys and values one over the KV heads; the MLP
-    has three.
+    The matrices of queries and outputs span all heads, those of keys and values the KV heads; the
+    MLP has three matrices.
     """
     attention = spec.hidden * spec.head_dim * (spec.heads + spec.kv_heads) * 2
     return spec.layers * (attention + 3 * spec.hidden * spec.intermediate)
@@ -110,7 +115,8 @@ def decode_floor(
     return StepFloor(
         weight_bytes=layers * weight_number_bytes + head * 2,
         kv_bytes=batch * context * kv_token_bytes(spec, kv_number_bytes),
-        flops=batch * (2 * (layers + head) + attention),
+        matrix_flops=batch * 2 * (layers + head),
+        attention_flops=batch * attention,
     )
 
 

@@ -641,11 +641,17 @@ class VllmEngine:
     # ---- cached prefixes ---------------------------------------------------------------------
 
     def stage(self, command: StagePrefix) -> PrefixStaged:
-        """Pins what the pool holds of a prefix, and takes blocks for what a peer may bring."""
+        """Stages a prefix: pins what the pool holds of it, with blocks for what a peer may bring.
+
+        `PrefixBlocks.stage` says when it stages nothing.
+        """
         return self._prefixes.stage(command, self.growth_reserve_blocks)
 
     def cache_staged(self, attempt_key: AttemptKey, block_count: int) -> None:
-        """Caches the first `block_count` staged blocks of this key and releases the others."""
+        """Caches the first `block_count` staged blocks of this key, and releases all of them.
+
+        The cached ones stay in the cache until they are evicted.
+        """
         self._prefixes.cache_staged(attempt_key, block_count)
         self._prefixes.take_events(self._scheduler.kv_cache_manager.take_events())
 

@@ -21,17 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StagedPrefix:
-    """Pinned blocks of a prefix."""
+    """Pinned blocks of a prefix: those that hold its beginning, then new ones to be filled."""
 
-    command: StagePrefix  #: What they were staged for.
-    blocks: list[KVCacheBlock]
+    command: StagePrefix  #: The command that asked for them.
+    blocks: list[KVCacheBlock]  #: In the order of the prefix.
     held_blocks: int  #: How many of the leading blocks hold the prefix already.
 
 
 class PrefixBlocks:
     """The prefixes that vLLM's block pool holds, and those that are staged in it.
 
-    `block_pool` is vLLM's. `hash_blocks` is the function by which vLLM names a request's blocks.
+    `block_pool` is vLLM's. `hash_blocks` is the function by which vLLM names a request's blocks;
+    None if it names none, as when its prefix cache is off.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class PrefixBlocks:
                     self._names.clear()
 
     def stage(self, command: StagePrefix, reserve_blocks: int) -> PrefixStaged:
-        """Pins what the pool holds of a prefix, and takes blocks for what a peer may bring.
+        """Stages a prefix if a peer may bring more of it than the pool holds, or `pin_only` asks.
 
-        It takes none where fewer than `reserve_blocks` would be left to answers that grow.
+        What the pool holds is pinned, and new blocks are taken for what the peer may bring; with
+        `pin_only` none are taken. Nothing is pinned or taken if fewer than `reserve_blocks` free
+        blocks would be left to answers that grow, or if the command's key has blocks already.
         """
         cached = self._cached_blocks(command.hashes)
         held_blocks = len(cached)
@@ -92,7 +95,7 @@ class PrefixBlocks:
         return PrefixStaged(command.attempt_key, numbers, held_blocks)
 
     def _cached_blocks(self, hashes: list[bytes]) -> list[KVCacheBlock]:
-        """Returns the blocks of the leading contents that are cached."""
+        """Returns the cached blocks of a prefix, up to the first that is missing."""
         blocks: list[KVCacheBlock] = []
         for our_hash in hashes:
             their_hash = self._names.their_hash(our_hash)
@@ -103,7 +106,11 @@ class PrefixBlocks:
         return blocks
 
     def cache_staged(self, attempt_key: AttemptKey, block_count: int) -> None:
-        """Caches the first `block_count` staged blocks of this key and releases the others."""
+        """Caches the first `block_count` staged blocks of this key, and unpins all of them.
+
+        The cached ones stay in the cache until vLLM evicts them. Without the prefix's tokens in
+        the command no block can be named, so nothing is cached.
+        """
         staged = self.staged.pop(attempt_key, None)
         if staged is None:
             return

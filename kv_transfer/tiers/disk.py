@@ -2,10 +2,11 @@
 
     superblock | header of slot 0, 1, .. | payload of slot 0, 1, ..
 
-The superblock says which model, layout and format the file is for; another one empties the file. A
-slot counts only if its header is whole and its payload has the checksum that the header names. A
-write takes the header away, writes the payload, then the header; whatever a crash leaves is either
-a whole block or a miss. The headers lie together, so a restart reads them in one go.
+The superblock says which model, layout and format the file is for, and how many slots it has; if it
+is another one than ours, or is damaged, the file is emptied. A slot counts only if its header is
+whole and its payload has the checksum that the header names. A write takes the header away, writes
+the payload, then the header; whatever a crash leaves is either a whole block or a miss. The headers
+lie together, so a restart reads them in a few calls.
 
 Nothing is synced: bytes that were written survive the process, and what a power failure tears does
 not pass its checksum. A cache that is lost costs a recompute; an fsync per block costs a seek each.
@@ -27,7 +28,7 @@ from .faults import DiskUnavailable, TierFault, checksum, fault_of
 
 NAME = "blocks.kv"  #: of the file in the folder
 MAGIC = b"DIPTYCHT"
-FORMAT = 1  #: of superblock and headers; a file of another one is emptied
+FORMAT = 1  #: version of the superblock's and headers' layout; a file of another one is emptied
 PAGE = 4096  #: bytes; headers begin behind the first page, payloads at a multiple of it
 #: magic, format, padding, compatibility, block bytes, slots; then the checksum of these
 SUPERBLOCK = struct.Struct("<8sI4x16sQQ")
@@ -88,9 +89,10 @@ class DiskStore:
         self.found_blocks: list[tuple[bytes, int]] = []
         #: Headers that were not believed at the start, by reason.
         self.header_faults: Counter[str] = Counter()
-        self.was_emptied = False  #: True when the file was there for something else.
+        self.was_emptied = False  #: True if the file had bytes, but another superblock.
         self._checksums = array("Q", bytes(8 * self.slots))  #: of the payloads, by slot
-        self._may_have_header = bytearray(self.slots)  #: 1 where the file may have a whole header
+        #: By slot: 1 where the header's bytes may be other than zeros.
+        self._may_have_header = bytearray(self.slots)
         self._sequence = 0  #: of the latest write
         self._lock_fd = -1
         self._fd = -1
@@ -214,7 +216,7 @@ class DiskStore:
         return None
 
     def _is_still_in_place(self) -> bool:
-        """Whether the path still names the open file. Raises FileNotFoundError."""
+        """Whether the path still names the open file. Raises FileNotFoundError if it names none."""
         return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
 
     def read(self, slot: int, target: memoryview, seed: int) -> TierFault | None:

@@ -18,20 +18,24 @@ class Tier(StrEnum):
 
 
 class TierFault(StrEnum):
-    """Why an access to a tier failed, as is expected now and then; each is counted by its value."""
+    """Why an access to a tier failed.
+
+    Such failures are normal now and then. They are counted by these values.
+    """
 
     CHECKSUM = "checksum"  #: the bytes are not those that were stored
-    HEADER = "header"  #: what stands before a slot's payload is damaged
+    HEADER = "header"  #: the header of a slot is damaged, or of another slot or file
     TRUNCATED = "truncated"  #: the file ends before the block does
-    VANISHED = "vanished"  #: the file is no longer where it was opened
-    NO_SPACE = "no_space"  #: also a quota, or a size that holds no block
+    VANISHED = "vanished"  #: the file was removed since it was opened, or replaced by another
+    #: the disk is full or a quota used up, or the file's size is not allowed, or holds no block
+    NO_SPACE = "no_space"
     READ_ONLY = "read_only"  #: also: no permission
     LOCKED = "locked"  #: another process has the folder
     IO = "io_error"  #: any other error of the operating system
 
 
 class DiskUnavailable(TransferError):
-    """The folder cannot hold a disk tier now."""
+    """The folder cannot hold a disk tier now; `fault` says why."""
 
     def __init__(self, fault: TierFault, detail: OSError | str) -> None:
         super().__init__(f"{fault}: {detail}")
@@ -53,7 +57,7 @@ def checksum_seed(compatibility: bytes, content: bytes) -> int:
     """The checksum seed of the block whose 16-byte hash is `content`.
 
     `compatibility` is the 16-byte hash of model, layout and format.
-    Thanks to the seed, bytes of another block or another model do not pass for these.
+    Thanks to the seed, the bytes of another block or of another model fail this block's check.
     """
     return xxhash.xxh3_64_intdigest(compatibility + content)
 

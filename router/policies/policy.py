@@ -24,6 +24,10 @@ from ..request_queue import QueuedRequest
 from ..shortlist import DecodeCandidate, PrefillCandidate
 from ..worker_state import WorkerState
 
+#: The deadline, in its worker's order, of each prompt that an early policy places. A worker computes
+#: prompts in the order of these deadlines; as they are equal, in the order of arrival.
+SAME_DEADLINE = 0.0
+
 
 class Policy(Protocol):
     """Decides which request goes when and where. Made once for each router, as `Policy(placer)`.
@@ -42,7 +46,7 @@ class Policy(Protocol):
     def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
         """Place or refuse a new request, or put it into `placer.queue` and return None.
 
-        A placement must be committed by then; a refused request must not be in the queue.
+        A placement that is returned has been committed; a refused request is not in the queue.
         """
 
     def place_queued(self, now: float) -> list[Placement | Rejection]:
@@ -74,7 +78,9 @@ class EarlyPolicy:
     ones share by the request's hash. The costs of one call are compared with each other only.
     """
 
-    rejects_late = False  #: refuses what would be late, in a class that prefers an early no
+    #: True: refuses a request for a prefill worker if its first token is predicted to be late and
+    #: its class prefers an early refusal (`SloClass.early_reject`).
+    rejects_late = False
 
     def __init__(self, placer: Placer) -> None:
         self.placer = placer
@@ -126,12 +132,15 @@ class EarlyPolicy:
     def place_queued(self, now: float) -> list[Placement | Rejection]:
         """Place requests in order of arrival.
 
-        A request that finds no room holds up those behind, but not one whose role is missing.
+        A request that finds no room holds up those behind. A request that needs a role of which no
+        worker is there is passed over.
         """
         decided: list[Placement | Rejection] = []
         for request in list(self.placer.queue.by_key.values()):
             if self.placer.missing_roles(request):
                 continue
+            # finds what each worker has cached of the prompt, and reads every hash for it, where
+            # the default would bisect
             self.placer.look(request, exact=True)
             outcome = self._decide(request, now)
             if outcome is None:
@@ -167,7 +176,7 @@ class EarlyPolicy:
         placer = self.placer
         if request.local:
             workers = placer.allowed(request, placer.fleet.accepting_decode_workers())
-            return placer.place_local_on_best(request, workers, deadline=0.0, now=now)
+            return placer.place_local_on_best(request, workers, SAME_DEADLINE, now)
         workers = placer.allowed(request, placer.fleet.prefill_workers)
         costs = self.prefill_costs(request, workers, now)
         position = cheapest_position(costs, request.tie_hash)
@@ -176,7 +185,7 @@ class EarlyPolicy:
         worker = workers[position]
         remote_s = self._first_token_s(request, worker, now)
         if placer.config.disaggregate == "auto":
-            local = placer.better_local(request, remote_s, deadline=0.0, now=now)
+            local = placer.better_local(request, remote_s, SAME_DEADLINE, now)
             if local is not None:
                 return local
         lateness_s = now + remote_s - request.deadline
@@ -190,7 +199,7 @@ class EarlyPolicy:
     def _pair(self, request: QueuedRequest, worker: WorkerState, now: float) -> Placement | None:
         """Return the placement on this prefill worker and the cheapest decode worker."""
         placer = self.placer
-        planned = placer.plan_prefill(request, worker, deadline=0.0, now=now)
+        planned = placer.plan_prefill(request, worker, SAME_DEADLINE, now)
         blocks = placer.blocks_needed(request)
         allowed = placer.allowed(request, placer.fleet.accepting_decode_workers())
         workers = [other for other in allowed if other.reservable_blocks >= blocks]
@@ -227,6 +236,7 @@ class EarlyPolicy:
             PrefillCandidate(
                 worker=worker,
                 cost=cost,
+                # for the record alone, which names few of them: of equal ones the lower slots
                 tie_breaker=worker.slot,
                 wait_s=worker.backlog_s(now),
                 prefill_s=plan_prefill(request, worker).compared_s,

@@ -14,15 +14,16 @@ __all__ = ["load_trace"]
 
 
 def load_trace(source: str, seed: int = 0) -> Trace:
-    """Return the trace that `source` names; the seed is for what is drawn.
+    """Return the trace that `source` names; `seed` is the seed of whatever is drawn at random.
 
     `source` is one of
 
     * a file: recorded requests (.jsonl, .jsonl.gz), or ServeGen's client models (.npz), from which
       a window of 600 s is drawn;
     * `synthetic[:REQUESTS]`: sessions of tenants with bursts, 4,000 requests by default;
-    * `poisson:LOW-HIGH:LOW-HIGH[:REQUESTS]`: on average one request a second, 600 by default, with
-      uniform tokens of the prompt and of the answer.
+    * `poisson:LOW-HIGH:LOW-HIGH[:REQUESTS]`: one request a second on average, 600 requests by
+      default. The tokens of a prompt are uniform in the first range, those of an answer in the
+      second.
 
     Raises SimulationError.
     """
@@ -30,7 +31,8 @@ def load_trace(source: str, seed: int = 0) -> Trace:
         return parse_source(source, seed)
     path = Path(source)
     if not path.is_file():
-        raise SimulationError(f"trace {source}: no such file (and not `synthetic`)")
+        names = ", ".join(GENERATORS)
+        raise SimulationError(f"trace {source}: no such file, and no generator ({names})")
     name = path.name.split(".")[0]
     if path.suffix == ".npz":
         return read_window(path, name, seed)

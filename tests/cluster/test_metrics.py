@@ -20,7 +20,12 @@ from diptych.cluster.telemetry import ControlTally, Exporter, GatewayTally, Rout
 from diptych.cluster.telemetry.catalogue import METRICS, VLLM_METRICS
 from diptych.cluster.telemetry.exporter import PORTS_TRIED
 from diptych.cluster.telemetry.gateway_metrics import CODE_COMPLETE, outcome_of
-from diptych.cluster.telemetry.page import MetricRow, cumulative_buckets, limit_label_values
+from diptych.cluster.telemetry.page import (
+    LABEL_VALUES_MAX,
+    MetricRow,
+    cumulative_buckets,
+    limit_label_values,
+)
 from diptych.cluster.telemetry.targets import scrape_targets
 from diptych.cluster.telemetry.vllm_metrics import cluster_rows
 from diptych.cluster.telemetry.worker_metrics import (
@@ -319,6 +324,34 @@ def test_a_fallback_is_seen_from_the_look_on_in_which_it_happens() -> None:
     }  # too little KV came to say
     assert detector.workers_using_tcp({"a": 12 * mib, "b": mib}, 1) == {"a": True, "b": True}
     assert detector.workers_using_tcp({"a": 20 * mib, "b": mib}, 1) == {"a": False, "b": True}
+
+
+def test_kv_of_a_time_without_a_tcp_count_is_compared_once_the_count_is_there() -> None:
+    tcp: dict[str, int | None] = {"bytes": 0}
+    detector = TransportDetector(lambda: tcp["bytes"])
+    mib = MINIMUM_KV_BYTES
+    assert detector.workers_using_tcp({"a": 10 * mib}, 1) == {"a": False}
+    tcp["bytes"] = None
+    assert detector.workers_using_tcp({"a": 110 * mib}, 1) == {"a": False}
+    tcp["bytes"] = 4 * mib  # of the 110 MiB since the last count, not of the last 10
+    assert detector.workers_using_tcp({"a": 120 * mib}, 1) == {"a": False}
+
+
+def test_peers_without_a_label_of_their_own_show_that_one_of_them_uses_tcp() -> None:
+    statistics = worker_statistics()
+    detector = TransportDetector(lambda: MINIMUM_KV_BYTES)
+    over_tcp = {"prefill/tcp": MINIMUM_KV_BYTES}
+    assert detector.workers_using_tcp(over_tcp, 1) == {"prefill/tcp": True}
+    larger = {f"prefill/{number}": 2 * MINIMUM_KV_BYTES for number in range(LABEL_VALUES_MAX + 1)}
+    statistics["transfer"]["received_from"] = over_tcp | larger
+    rows = worker_rows(statistics, detector, 1)
+    transports = {
+        row.labels["peer"]: row.labels["transport"]
+        for row in rows
+        if row.name == "kv_peer_transport"
+    }
+    assert transports["other"] == "nixl (tcp)"
+    assert transports["prefill/0"] == "nixl"
 
 
 def test_a_dictionary_that_changes_meanwhile_is_read_again() -> None:

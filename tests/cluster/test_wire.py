@@ -60,7 +60,8 @@ async def dialled(address: str, **changes: Any) -> wire.FrameConnection:
     return await wire.dial(address, caller, f.FramesFromWorker, "w")
 
 
-def test_a_peer_that_never_ceases_to_speak_leaves_the_loop_to_others() -> None:
+@pytest.mark.parametrize("frame", [f.CancelAttempt(("r", 0)), f.Heartbeat()])
+def test_a_peer_that_never_ceases_to_speak_leaves_the_loop_to_others(frame: Any) -> None:
     async def test() -> None:
         turns, seen, done = 0, [], asyncio.Event()
 
@@ -78,13 +79,20 @@ def test_a_peer_that_never_ceases_to_speak_leaves_the_loop_to_others() -> None:
 
         async def serve(peer: wire.FrameConnection, _: f.Hello) -> None:
             await asyncio.sleep(0.1)  # all of them are there
-            async for _frame in peer.frames(5.0):
+            decode = peer._decode
+
+            def slow_decode(data: bytes) -> Any:
                 handle()
+                return decode(data)
+
+            peer._decode = slow_decode  # which heartbeats pass, too
+            async for _frame in peer.frames(5.0):
+                pass
 
         listener = wire.FrameListener("secret", f.FramesToWorker, serve)
         peer = await dialled(await listener.start("127.0.0.1"))
-        for attempt in range(60):
-            peer.send(f.CancelAttempt(("r", attempt)))
+        for _ in range(60):
+            peer.send(frame)
         task = asyncio.create_task(others())
         await done.wait()
         task.cancel()
@@ -249,6 +257,23 @@ def test_strangers_are_bounded_and_keep_no_peer_out(monkeypatch: pytest.MonkeyPa
             writer.transport.abort()
 
     run(test)
+
+
+def test_a_refusal_without_words_is_logged_by_its_class(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_TIMEOUT_S", 0.01)
+
+    async def test() -> None:
+        address = await Server().listener.start("127.0.0.1")
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(4096):  # the Challenge, which is not answered; then the end
+                pass
+        writer.transport.abort()
+
+    run(test)
+    assert "refused a connection: TimeoutError" in caplog.messages
 
 
 def rubbish(number: int) -> bytes:

@@ -421,3 +421,15 @@ def test_a_pool_of_nobody_is_no_deployment() -> None:
     text = render.render({"pools": sizes, "groups": [group], "config": never})
     assert validate.problems(text, FOLDER) == []
     assert "DecodeWorker" in text and "PrefillWorker" not in text
+
+
+def test_resources_that_kubernetes_takes_are_right() -> None:
+    """Storage may be promised twice; a device with a limit alone is requested as often."""
+    requests = {"cpu": "2", "memory": "6Gi", "ephemeral-storage": "1Gi"}
+    limits = {"memory": "6Gi", "ephemeral-storage": "2Gi", "nvidia.com/gpu": "1"}
+    resources = {"requests": requests, "limits": limits}
+    slots = {"prefill": 2, "decode": 2, "gateway": 1}
+    group = {"name": "all", "pods": 1, "resources": resources, "slots": slots}
+    assert validate.problems(render.render({"groups": [group]}), FOLDER) == []
+    limits["ephemeral-storage"] = "1Mi"
+    assert validate.problems(render.render({"groups": [group]}), FOLDER)

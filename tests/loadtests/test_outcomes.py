@@ -165,7 +165,7 @@ def test_the_servers_counters_are_summed_over_labels_and_compared_by_difference(
     }
     assert rows["requests answered"] == 0 and rows["output tokens"] == pytest.approx(0.05)
     assert rows["TTFT mean, ms"] == pytest.approx(0.04)
-    assert rows["TTFT mean + way there, ms"] == pytest.approx(0)
+    assert rows["TTFT mean + round trip, ms"] == pytest.approx(0)
     assert server.from_metrics("vllm:generation_tokens_total 5\n") == {"output_tokens": 5}
 
 

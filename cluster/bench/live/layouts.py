@@ -2,10 +2,13 @@
 
 | name | is |
 |---|---|
-| `1P1D`, `2M`, `1P1M` .. | Diptych with so many prefill, decode and mixed workers |
+| `1P1D`, `2M` .. | Diptych with so many prefill workers (P) and decode workers (D or M) |
 | `vllm-chunk256` | one vLLM server whose steps take 256 tokens at most |
 | `vllm-2x` | two vLLM servers behind round robin, each with half of the cores |
 | `vllm-pd` | a prefill and a decode server of vLLM, KV over NIXL |
+
+D and M are started alike: a decode worker computes prompts too where that is better, and all of them
+where there is no prefill worker. M, mixed, is the name for the latter.
 
 The servers or workers of a layout share the cores equally; a remainder is given to none of them.
 """
@@ -25,7 +28,7 @@ from .errors import LiveBenchError
 KV_MIB = 2048  #: memory for KV, of each server or worker
 MAX_RUNNING = 64  #: sequences that decode together, of each server or worker
 VLLM_CHUNK_TOKENS = 2048  #: limit of a step's tokens, for layouts of vLLM whose name has none
-VLLM_BLOCK_TOKENS = 128  #: of a KV block: a size that vLLM's attention on CPUs takes
+VLLM_BLOCK_TOKENS = 128  #: of a KV block: a size that vLLM's attention on CPUs accepts
 #: Port at which the first server of `vllm-pd` tells the other one how to reach its KV; the second
 #: server has the next port.
 NIXL_SIDE_PORTS_BEGIN = 5600
@@ -37,7 +40,7 @@ ALL_VLLM = ("vllm-chunk256", "vllm-chunk2048", "vllm-2x", "vllm-pd")
 class DiptychLayout:
     """Workers of ours, by role."""
 
-    split: Split  #: how many prefill, decode and mixed (doing both) workers
+    split: Split  #: how many prefill, decode and mixed workers; the last two are started alike
 
     @property
     def name(self) -> str:
@@ -115,7 +118,7 @@ def parse_diptych_layout(name: str) -> DiptychLayout:
     except SimulationError as error:
         raise LiveBenchError(f"--layouts {name}: {error}") from None
     if not split.serves_both_phases:
-        raise LiveBenchError(f"--layouts {name}: nobody would compute prompts, or nobody answers")
+        raise LiveBenchError(f"--layouts {name}: no worker computes prompts, or no worker answers")
     return DiptychLayout(split)
 
 
@@ -163,7 +166,7 @@ def diptych_arguments(layout: DiptychLayout, serving: DiptychServing, log: Path)
             f"pools.{pool}.engine.max_running={MAX_RUNNING}",
         ]
     arguments = [str(serving.model), "--max-model-len", str(serving.max_model_len)]
-    # A mixed worker is a decode worker that computes its prompts itself.
+    # A mixed worker is a decode worker: without prefill workers it computes its prompts itself.
     arguments += ["--prefill", str(split.prefill), "--decode", str(split.decode + split.mixed)]
     for setting in (*settings, *serving.settings):
         arguments += ["--set", setting]
@@ -191,7 +194,7 @@ class ServerCommand:
 
     name: str  #: for messages and the name of the log file
     command: tuple[str, ...]
-    environment: dict[str, str]  #: what is added to the environment of this process
+    environment: dict[str, str]  #: variables beside those that the process inherits
     port: int  #: where the process answers HTTP
 
 

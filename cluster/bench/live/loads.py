@@ -1,10 +1,10 @@
 """The requests of a cell (pure): equal options and seed, equal requests, whoever serves them.
 
-A cell offers one of three loads:
+A cell is one measurement, of a fresh server under one load. It offers one of three loads:
 
 * `PoissonLoad`: an open loop. Arrivals never wait for answers.
-* `ClosedLoad`: as many users as given, each of whom sends the next request at once. How many
-  requests a second end is the server's capacity.
+* `ClosedLoad`: `users` users, each of whom sends the next request as soon as the answer before has
+  ended. How many requests end per second is the server's capacity.
 * `ChatLoad`: sessions whose history grows. A turn waits for the answer of the one before.
 
 Texts are made by `Words`, so that lengths are exact. An arrival is the load test's own: when a
@@ -24,8 +24,9 @@ import msgspec
 from ....loadtests.arrivals import Arrival
 from ....loadtests.prompts import Words
 
-#: Added to the seed of a load for the lengths of its warm-up, so that they are not the load's first
-#: ones. That the texts differ too is the client's part: it makes them with other `Words`.
+#: Added to a load's seed when the lengths of its warm-up are drawn: with the load's own seed they
+#: would be those of its first requests. That the texts differ too is the client's part: it makes
+#: them with other `Words`.
 WARM_UP_SEED_OFFSET = 10_007
 SESSION_START_S = 1.0  #: mean seconds from the start of one chat to that of the next
 
@@ -79,7 +80,7 @@ Load = PoissonLoad | ClosedLoad | ChatLoad
 class ChatTurn:
     """A user's message: what it adds to the prompt, when it is sent, and how long its answer is."""
 
-    name: str  #: its text is a function of this name
+    name: str  #: which, with `message_tokens`, decides the message's text
     message_tokens: int
     output_tokens: int
     think_s: float  #: after the answer of the turn before; of the first turn 0
@@ -155,8 +156,8 @@ def warm_up_requests(load: Load, count: int) -> list[Arrival]:
 def offered_seconds(load: Load) -> float:
     """Return about how long requests are offered.
 
-    Of chats these are the starts of all sessions and the pauses of one; how long servers take to
-    answer the turns is not known before.
+    For chats this is the time until all sessions have started, plus one session's pauses: how long
+    servers take to answer the turns is not known before.
     """
     match load:
         case PoissonLoad():

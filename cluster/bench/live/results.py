@@ -16,10 +16,11 @@ from .errors import LiveBenchError
 
 
 class ItlJudge(StrEnum):
-    """By what the gaps between a request's tokens are judged against the ITL target."""
+    """Which figure of a request is compared with the ITL target."""
 
-    TPOT = "tpot"  #: their mean
-    GAP_P99 = "gap_p99"  #: their 99th percentile, interpolated between ranks
+    TPOT = "tpot"  #: mean seconds of a token after the first
+    #: 99th percentile of the gaps between pieces of the stream, interpolated between ranks
+    GAP_P99 = "gap_p99"
 
 
 class LiveSlo(msgspec.Struct, frozen=True):
@@ -114,13 +115,13 @@ class ClientReport(msgspec.Struct):
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """The content of one cell's file: what one server did under one load."""
+    """The content of one cell's file: what one layout of servers did under one load."""
 
-    key: str
-    layout: str
+    key: str  #: names the cell (`cells`)
+    layout: str  #: name of the layout
     #: Model, load and settings (`cells.cell_setup`). A file is used again only if these are equal.
     setup: dict[str, Any]
-    started_s: float  #: how long the server took to start
+    started_s: float  #: a duration: how long the servers took to start
     wall_s: float  #: how long the whole cell took
     report: ClientReport
     server: dict[str, Any] = {}  #: versions, and what the server counted itself

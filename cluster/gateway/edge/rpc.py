@@ -2,7 +2,8 @@
 
 The gateway listens itself (`listen`): on its own address, with TLS. Or Serve's gRPC proxies call
 the same methods (`gateway.listen: serve`). These send no trailing metadata with an exception, so
-nothing is raised here: an error sets code, details and metadata; the last message says it too.
+nothing is raised here: an error sets code, details and metadata, and ends a stream with a message
+that says it too.
 
 Life of a call: its request is prepared, and a task pushes the answers' tokens through text into a
 `ReplyQueue`. The method of the service yields the replies of that queue, as gRPC asks for them.
@@ -47,7 +48,7 @@ from .sse import BODY_MAX
 log = logging.getLogger(__name__)
 
 SERVICE = "diptych.v1.Inference"
-#: Replies that wait for gRPC to take them; beyond that, tokens wait in the inbox of their attempt.
+#: When so many replies wait for gRPC to take them, further tokens wait in their attempt's inbox.
 REPLIES_MAX = 32
 
 Reply = TypeVar("Reply", pb.ChatResponse, pb.GenerateResponse)
@@ -174,9 +175,9 @@ def _streaming_method(
 ) -> Callable[[Inference, Any, Any], AsyncGenerator[Reply, None]]:
     """Returns a method of the service: an async generator, as gRPC takes the replies when it can.
 
-    `prepare` makes a call of the service, the message, the request's id and its terms. Whatever
-    goes wrong is said in the last reply, and in the status. Closing the generator cancels
-    the task that makes the replies, and so the work on the workers.
+    `prepare` takes the service, the message, the request's id and its terms, and returns the
+    prepared call. Whatever goes wrong is said in the last reply, and in the status. Closing the
+    generator cancels the task that makes the replies, and so the work on the workers.
     """
 
     async def method(
@@ -197,7 +198,7 @@ def _streaming_method(
                 answering.add_done_callback(queue.end)
                 try:
                     while (reply := await queue.next()) is not None:
-                        # The last reply, behind which nothing can be set any more.
+                        # The last reply, unless an error follows: the metadata are set before it.
                         if reply.HasField("usage"):
                             headers: dict[str, str] = response_headers(call.request)
                             metadata = [("x-request-id", request_id), *headers.items()]
@@ -222,7 +223,7 @@ def _streaming_method(
 
 
 class Inference:
-    """The methods of `diptych.v1.Inference` and of gRPC's health service, by gRPC's names.
+    """The methods of `diptych.v1.Inference`, and `Check` of gRPC's health service, by their names.
 
     A `grpc_context` is grpc.aio's or Serve's, which has less: no time that remains, for one.
     """
@@ -411,7 +412,7 @@ def _sampling_fields(message: pb.ChatRequest | pb.GenerateRequest) -> dict[str, 
         if message.HasField(name):
             body[name] = getattr(message, name)
     if isinstance(message, pb.ChatRequest) and "temperature" in body:
-        # 0.7 travels in single precision, and would come out as 0.699999988.
+        # Of a chat, 0.7 travels in single precision, and would come out as 0.699999988.
         body["temperature"] = float(f"{body['temperature']:.7g}")
     for field, value in message.sampling.ListFields():
         match field.name:

@@ -91,8 +91,8 @@ def test_decode_does_not_depend_on_the_grid(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_long_contexts_have_long_splits() -> None:
-    assert PagedAttention(1024).split == paged.SPLIT
-    assert PagedAttention(131_072).split == 131_072 // paged.SPLITS
+    assert PagedAttention(1024).split == paged.SPLIT_MINIMUM
+    assert PagedAttention(131_072).split == 131_072 // paged.SPLITS_LIMIT
 
 
 def test_rows_that_pad_a_graph_are_left_alone() -> None:

@@ -59,7 +59,7 @@ def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_floors_are_those_worked_out_by_hand(batch: int, context: int, floor_ms: float) -> None:
     found = decode_floor(LLAMA_3_8B, batch, context).seconds(H200) * 1e3
-    assert found == pytest.approx(floor_ms, rel=0.02)
+    assert found == pytest.approx(floor_ms, rel=0.005)
 
 
 def test_sizes_of_llama_3_8b() -> None:

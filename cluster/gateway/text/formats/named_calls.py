@@ -4,8 +4,9 @@
   in a fence of Markdown.
 - DeepSeek V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{..}<｜tool▁call▁end｜>`.
 - Kimi K2: `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{..}<|tool_call_end|>`.
-- Mistral from v11 on: `[TOOL_CALLS]NAME[ARGS]{..}`, with `[CALL_ID]..` between them or not. Older
-  ones write a list of JSON objects behind `[TOOL_CALLS]`.
+- Mistral from v11 on: `[TOOL_CALLS]NAME[ARGS]{..}`. `[CALL_ID]..` may stand between the name and
+  `[ARGS]`, and `[ARGS]` may be missing. Older ones write a list of JSON objects behind
+  `[TOOL_CALLS]`.
 
 A call of one of the request's functions is announced as soon as its name is there. DeepSeek and
 Kimi put calls in sections; what stands in a section outside of calls is content.
@@ -42,7 +43,8 @@ _KIMI_SEPARATION = Markers(KIMI_SEPARATOR, KIMI_CALL_CLOSE)
 #: Kimi's id of a call. The number counts the calls of the conversation.
 _KIMI_ID = re.compile(r"\s*(?:functions\.)?(?P<name>.*?)(?::\d+)?\s*", re.DOTALL)
 _MISTRAL_OPENING = Markers(MISTRAL_CALLS)
-#: The last marker: another call begins, so the name has no arguments and is no call.
+#: `MISTRAL_CALLS` is one of them because a name may run into the marker of another call: then it
+#: has no arguments, and is text and no call.
 _MISTRAL_NAME_END = Markers(MISTRAL_ARGUMENTS, MISTRAL_CALL_ID, "{", MISTRAL_CALLS)
 _MISTRAL_ID_END = Markers(MISTRAL_ARGUMENTS, "{")
 
@@ -55,7 +57,10 @@ def read_deepseek(reader: AnswerReader) -> Reading[None]:
 
 
 def _read_deepseek_call(reader: AnswerReader) -> Reading[None]:
-    """Read a call whose first marker was taken, in the style of V3 and R1 or of V3.1."""
+    """Read a call whose first marker was taken, in the style of V3 and R1 or of V3.1.
+
+    What turns out to be no call goes out as it is (`add_unread`).
+    """
     opening = DEEPSEEK_CALL_OPEN
     name, separator = yield from reader.hold_until(_DEEPSEEK_SEPARATION)
     opening += name + separator

@@ -1,6 +1,7 @@
-"""Makes earlier calls of a conversation what the chat templates of some families expect (pure).
+"""Makes earlier calls of a conversation what the chat templates of some families expect.
 
-The functions change the given messages in place, before a template renders them. The calls stand in
+The functions change the given messages in place, before a template renders them; beside that they
+are pure. Each takes the messages and the template's text. The calls stand in
 `tool_calls` of a message, with their arguments as objects and the ids that the gateway, or another
 server, gave them. A result names its call in `tool_call_id`.
 """
@@ -27,7 +28,8 @@ MISTRAL_ID_CHARS = 9  #: Their length.
 def write_arguments_as_text(messages: list[Message], template: str) -> None:
     """Make the arguments JSON texts, as DeepSeek's templates join them to other texts.
 
-    Templates that others wrote for these models make the JSON text themselves.
+    Nothing is done if the template makes the JSON text itself, as templates do that others wrote
+    for these models.
     """
     if _WRITES_JSON.search(template):
         return
@@ -50,11 +52,13 @@ def number_ids(messages: list[Message], _template: str) -> None:
     """Make all ids `functions.NAME:NUMBER`: Kimi K2 reads the name of the function there.
 
     Calls are numbered from 0 through the whole conversation. A result belongs to the last message
-    before it that has a call with its id; to the first such call there that has no result yet. A
-    result whose id no call before it has keeps this id.
+    before it that has a call with its id. If that message has several such calls, the result
+    belongs to the first of them that has none yet, and a surplus result to the last one. A result
+    whose id no call before it has keeps this id.
     """
     number = 0
-    new_ids: dict[str, list[str]] = {}  #: by id: those of the calls that a result may belong to
+    #: by old id: the new ids of the calls that have no result yet; the last one stays
+    new_ids: dict[str, list[str]] = {}
     for message in messages:
         ids_of_message: dict[str, list[str]] = {}
         for call in message.get("tool_calls", ()):
@@ -71,7 +75,7 @@ def number_ids(messages: list[Message], _template: str) -> None:
                 del candidates[0]
 
 
-def _calls(messages: list[Message]) -> Iterator[Message]:
+def _calls(messages: list[Message]) -> Iterator[dict[str, Any]]:
     """Yield the calls of all messages, in order."""
     for message in messages:
         yield from message.get("tool_calls", ())

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
+from diptych.cluster.gateway.apis.chat import ChatRequest
+from diptych.cluster.gateway.apis.chat_shape import ChatShape
 from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest
 from diptych.cluster.gateway.apis.parameters import ModelLimits
 from diptych.cluster.gateway.apis.schema import Reading, parse_body

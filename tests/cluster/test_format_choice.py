@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from diptych.cluster.cli.serve import serve
 from diptych.cluster.config import ClusterConfig, ConfigError, ModelSettings
-from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
+from diptych.cluster.gateway.apis.chat import ChatRequest
+from diptych.cluster.gateway.apis.chat_shape import ChatShape
 from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest
 from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.attempt.request import Request

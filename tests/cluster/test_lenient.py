@@ -168,7 +168,8 @@ def test_the_table_of_the_documents_is_this_one() -> None:
         ("chat", {"stream_options": {"include_usage": None, "mood": 1}}, "stream_options.mood"),
         ("chat", {"stream_options": {"include_usge": True}},
          "stream_options.include_usge;did-you-mean=include_usage"),
-        ("chat", {"messages": [{**ASK[0], "mood": 1}] * 3}, "messages.mood"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": [{"function":
+            {"name": "f", "mood": 1}}]}] * 3}, "messages.tool_calls.function.mood"),
         ("chat", {"messages": [{**ASK[0], "annotations": [1]}]}, "messages.annotations"),
         ("chat", {"response_format": {"type": "json_schema", "json_schema":
             {"schema": {}, "x": 1}}}, "response_format.json_schema.x"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -74,6 +75,7 @@ def test_a_request_has_an_id_and_its_answer_says_it() -> None:
             ids = [other.json()["id"] for other in others]
             assert ids == [other.headers["x-request-id"] for other in others]
             assert len({*ids, "mine"}) == 3
+            assert all(re.fullmatch("[0-9a-f]{32}", id) for id in ids), "as long as vLLM's"
 
     run(test)
 

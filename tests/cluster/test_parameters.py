@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from diptych.cluster.gateway.apis.chat import ChatRequest, check_prompt_length
-from diptych.cluster.gateway.apis.parameters import ModelLimits, sampling_of
+from diptych.cluster.gateway.apis.chat import ChatRequest
+from diptych.cluster.gateway.apis.parameters import ModelLimits, check_prompt_length, sampling_of
 from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.errors import ApiError
 from diptych.protos.frames import Grammar, Sampling
@@ -42,6 +42,14 @@ def test_the_default_seed_derives_from_the_request_id() -> None:
     assert sampled("a").seed == sampled("a").seed != sampled("b").seed
     assert sampled("a", seed=3).seed == 3
     assert sampled("a", seed=-1).seed == 2**64 - 1
+
+
+def test_a_seed_has_64_bits_with_a_sign_as_in_vllm() -> None:
+    assert sampled(seed=2**63 - 1).seed == 2**63 - 1
+    assert sampled(seed=-(2**63)).seed == 2**63
+    for seed, rule in ((2**63, "less"), (-(2**63) - 1, "greater")):
+        with pytest.raises(ApiError, match=f"^seed: input should be {rule} than or equal to"):
+            sampled(seed=seed)
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
@@ -208,7 +216,14 @@ def test_what_we_cannot_do_is_refused_by_name_never_dropped(
         ({"no_such_field": None}, "no_such_field is not supported"),
         ({"use_beam_search": False}, "use_beam_search is not supported"),
         ({"stream_options": {"x": 1}}, "stream_options.x is not supported"),
-        ({"messages": [{"role": "user", "content": "", "mood": 1}]}, "messages.0.mood is not"),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "x": 1}]}
+                ]
+            },
+            "messages.0.tool_calls.0.x is not",
+        ),
         ({"messages": [{"role": "critic", "content": ""}]}, "role must be one of system,"),
         ({"stream": None}, "stream: input should be a valid boolean"),
     ],

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from diptych.cluster.gateway.apis import api
-from diptych.cluster.gateway.apis.chat import ChatRequest, ChatShape
+from diptych.cluster.gateway.apis.chat import ChatRequest
+from diptych.cluster.gateway.apis.chat_shape import ChatShape
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt import generator as generators
 from diptych.cluster.gateway.attempt.generator import Generator

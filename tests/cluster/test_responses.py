@@ -528,6 +528,15 @@ def test_a_response_is_stored_read_and_deleted(sdk: openai.OpenAI) -> None:
             sdk.responses.retrieve(answer.headers["x-request-id"])
 
 
+def test_no_response_is_cancelled(sdk: openai.OpenAI) -> None:
+    told = sdk.responses.create(model="demo", input=QUESTION)
+    with pytest.raises(openai.BadRequestError, match=r"Cannot cancel a synchronous response\."):
+        sdk.responses.cancel(told.id)
+    with pytest.raises(openai.NotFoundError, match=r"Response with id 'resp_x' not found\."):
+        sdk.responses.cancel("resp_x")
+    assert sdk.responses.retrieve(told.id).status == "completed"
+
+
 def test_a_streamed_response_is_stored_once_it_has_ended(gateway: StandIn) -> None:
     *_, last = streamed(gateway)
     answer = httpx.get(f"{gateway.url}{PATH}/{last['response']['id']}")

@@ -198,3 +198,11 @@ def test_every_field_of_sampling_is_one_that_the_http_api_knows() -> None:
 
     known = set(CompletionRequest.model_fields) | {"grammar", "json_object"}
     assert set(pb.Sampling.DESCRIPTOR.fields_by_name) <= known
+
+
+def test_a_seed_without_a_sign_is_the_same_64_bits_over_http() -> None:
+    seeds = [
+        json.loads(rpc._chat_body(pb.ChatRequest(seed=seed)))["seed"]
+        for seed in (7, 2**63, 2**64 - 1)
+    ]
+    assert seeds == [7, -(2**63), -1]

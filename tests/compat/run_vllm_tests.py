@@ -4,7 +4,8 @@
 2. Start `diptych serve` on free ports, or take the server at `--url`; put the renaming proxy in front of it.
 3. Run the tests that the sorting table and the list of passed ones name, 25 s each.
 4. Write `build/compat/outcomes.tsv` (test, category, outcome, reason) and `build/compat/refusals.jsonl` (each refused
-   body), and print totals against the sorting table. Exit 1 if fewer than 95 % of the offered tests pass.
+   body). Print totals against the sorting table, and each offered test that failed. Exit 1 if fewer than 95 % of the
+   offered tests pass.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.support.live import free_port, running
 
 TEST_TIMEOUT_S = 25
 REQUIRED_SHARE = 0.95
+REASON_CHARS = 160  #: The page shows so much of why a test failed.
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,18 @@ def offered_passes(
     return len(passed), len(offered)
 
 
+def offered_failures(outcomes: dict[str, TestOutcome], sorting: dict[str, SortedTest]) -> str:
+    """Return one line of Markdown for each offered test that did not pass: its name, and why."""
+    lines = []
+    for name, test in sorting.items():
+        if test.category not in OFFERED_CATEGORIES or has_passed(name, outcomes):
+            continue
+        reason = outcomes[name].reason if name in outcomes else "not run"
+        shown_reason = " ".join(reason.split())[:REASON_CHARS].replace("`", "'")
+        lines.append(f"- {name.partition('::')[2]} ({test.note[:-1]}): `{shown_reason}`")
+    return "\n".join(lines)
+
+
 def has_passed(name: str, outcomes: dict[str, TestOutcome]) -> bool:
     return name in outcomes and outcomes[name].outcome == "passed"
 
@@ -289,7 +303,8 @@ def main() -> int:
     write_table(outcomes, sorting, suite.BUILD / "outcomes.tsv")
     passed, offered = offered_passes(outcomes, sorting)
     share = dated(f"{passed} of {offered} tests that passed at first or are offered pass.")
-    text = f"{share}\n\n{totals(outcomes, sorting)}"
+    parts = (share, totals(outcomes, sorting), offered_failures(outcomes, sorting))
+    text = "\n\n".join(part for part in parts if part)
     print(text)
     if arguments.write:
         write_part("vllm", text)

@@ -24,7 +24,8 @@ from ..edge import sse
 from ..errors import ApiError
 from ..service import GatewayService
 from ..text.answers import AnswerTexts, Output, TextDelta, TextSink, TextWriter
-from .chat import ChatRequest, ChatShape
+from .chat import ChatRequest
+from .chat_shape import ChatShape
 from .completions import CompletionRequest, CompletionShape, DetokenizeRequest, TokenizeRequest
 from .messages import CountTokensRequest, MessageShape, MessagesRequest, anthropic_error_body
 from .response_items import InputItem, ItemReference, read_items
@@ -233,6 +234,16 @@ class Api:
             raise ApiError("invalid_request", message, "stream")
         stored = self.service.responses.get(tenant, response_id)
         return Response(stored.response, 200, media_type="application/json")
+
+    async def cancel_response(self, http: HttpRequest) -> Response:
+        """Raise ApiError: no response runs in the background, so there is none to cancel."""
+        self.service.responses.get(http.state.terms.tenant, http.path_params["response_id"])
+        # The first sentence is vLLM's, which clients may look for.
+        message = (
+            "Cannot cancel a synchronous response. It has ended; one that is being generated ends "
+            "when its client leaves"
+        )
+        raise ApiError("invalid_request", message)
 
     async def messages(self, http: HttpRequest) -> Response:
         """Answer Anthropic's `/v1/messages`."""

@@ -18,23 +18,19 @@ from ..attempt.request import Request
 from ..errors import ApiError
 from ..text.answers import Output, TextDelta
 from ..text.tokenizer import SHORT_PROMPT_CHARS, ChatTokenizer, TokenizedPrompt
-from .chat import (
-    MESSAGES_MAX,
-    ChatMessage,
-    ChatRequest,
-    ChatTool,
-    JsonObject,
-    StreamOptions,
-    StreamUsage,
+from .chat import ChatRequest
+from .chat_parts import MESSAGES_MAX, ChatMessage, ChatTool, StreamOptions, check_stream_options
+from .chat_shape import StreamUsage, prompt_logprobs_object, usage_object
+from .known_fields import ApiName
+from .parameters import (
+    ModelLimits,
+    SamplingParameters,
+    TokenId,
     check_prompt_length,
     check_prompt_logprobs,
-    check_stream_options,
-    prompt_logprobs_object,
-    usage_object,
+    sampling_of,
 )
-from .known_fields import ApiName
-from .parameters import ModelLimits, SamplingParameters, TokenId, sampling_of
-from .schema import ApiBody
+from .schema import ApiBody, JsonObject
 
 PROMPTS_MAX = 64  #: of one call; each becomes a request
 DEFAULT_ANSWER_TOKENS = 16  #: OpenAI's default for plain completions.

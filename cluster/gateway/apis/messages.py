@@ -29,18 +29,17 @@ from ..text.formats.reasoning import NO_REASONING
 from ..text.reasoning_tokens import ReasoningCounter
 from ..text.thinking import closing_tag_id, thinks
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
-from .chat import (
+from .chat import ChatRequest
+from .chat_parts import (
     MESSAGES_MAX,
     PART_TYPE_CHARS_MAX,
     TOOLS_MAX,
-    ChatRequest,
     FunctionName,
-    JsonObject,
     content_branch,
 )
 from .known_fields import ApiName
 from .parameters import CACHE_NAME_CHARS_MAX, ID_MAX, StopString, UnitFraction
-from .schema import ApiBody, BodyPart, is_strict, read_fields, to_json
+from .schema import ApiBody, BodyPart, JsonObject, is_strict, read_fields, to_json
 
 #: Anthropic's error types, by reason, where they differ from OpenAI's.
 ANTHROPIC_ERROR_TYPES = {

@@ -307,6 +307,7 @@ POST_OPERATIONS = {
     "/detokenize": PostRoute("detokenize", "Ids to text", DetokenizeRequest, "Text"),
 }
 STORED_RESPONSE_PATH = "/v1/responses/{response_id}"
+CANCEL_PATH = f"{STORED_RESPONSE_PATH}/cancel"
 #: The routes without a body, by path; a few that are special are added in `openapi_document`.
 GET_OPERATIONS = {
     "/v1/models": GetRoute("models", "What is served", "ModelList"),
@@ -345,6 +346,7 @@ def openapi_document(reading: Reading = Reading.LENIENT) -> Schema:
         paths[path] = {"get": _get_operation(path, get_route)}
     deletion = GetRoute("delete_response", "Forget a stored response", "DeletedResponse")
     paths[STORED_RESPONSE_PATH]["delete"] = _get_operation(STORED_RESPONSE_PATH, deletion)
+    paths[CANCEL_PATH] = {"post": _cancel_operation()}
     ping = GetRoute("post_ping", "As /health, for SageMaker", "Status")
     paths["/ping"]["post"] = _get_operation("/ping", ping)
     paths["/invocations"] = {"post": _invocations_operation()}
@@ -507,6 +509,14 @@ def _get_operation(path: str, route: GetRoute) -> Schema:
             {"name": name, "in": "path", "required": True, "schema": TEXT}
             for name in parameter_names
         ]
+    return operation
+
+
+def _cancel_operation() -> Schema:
+    """Describe a route that only refuses: 400 for a stored response, 404 for another one."""
+    cancellation = GetRoute("cancel_response", "Refused: none runs in the background", "Response")
+    operation = _get_operation(CANCEL_PATH, cancellation)
+    del operation["responses"]["200"]
     return operation
 
 

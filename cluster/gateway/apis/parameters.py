@@ -33,6 +33,9 @@ CACHE_NAME_CHARS_MAX = 1024
 KEYS_MAX = 8  #: So many wrong keys are named in an error, each with so many characters:
 KEY_CHARS_MAX = 40
 ID_MAX = 2**31 - 1  #: The largest 32-bit integer; no vocabulary and no context is larger.
+#: The smallest and the largest integer of 64 bits.
+SEED_MIN = -(2**63)
+SEED_MAX = 2**63 - 1
 #: Fields that ask for a grammar, under the names of several servers.
 GRAMMAR_FIELDS = frozenset(
     {
@@ -133,8 +136,8 @@ class CommonSamplingFields(ApiBody):
         Annotated[dict[TokenId, LogitBias], Field(max_length=1024), BeforeValidator(_check_keys)]
         | None
     ) = None
-    #: By which randomness repeats; as 64 bits with or without a sign.
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    #: By which randomness repeats; 64 bits with a sign, as in vLLM.
+    seed: Annotated[int, Field(ge=SEED_MIN, le=SEED_MAX)] | None = None
     stop: StringOrStrings | None = None
     # The fields below are those of vLLM.
     top_k: Annotated[int, Field(ge=-1, le=ID_MAX)] | None = None  #: 0 and -1: no limit.
@@ -307,6 +310,23 @@ def output_limit(prompt_tokens: int, limits: ModelLimits) -> int:
         )
         raise ApiError("context_length_exceeded", message, "messages")
     return room
+
+
+def check_prompt_length(prompt_chars: int, limits: ModelLimits) -> None:
+    """Raise ApiError if so many characters cannot fit the context, even as the longest tokens."""
+    if prompt_chars > limits.max_model_len * limits.longest_token_chars:
+        message = (
+            f"the prompt has {prompt_chars} characters, the model's context is "
+            f"{limits.max_model_len} tokens: shorten the conversation"
+        )
+        raise ApiError("context_length_exceeded", message, "messages")
+
+
+def check_prompt_logprobs(body: SamplingParameters, stream: bool) -> None:
+    """Raise ApiError if logprobs of the prompt are to go with a stream, as vLLM does."""
+    if stream and body.prompt_logprobs is not None:
+        message = "prompt_logprobs go with whole answers; leave stream out"
+        raise ApiError("invalid_request", message, "prompt_logprobs")
 
 
 def grammar_of(body: SamplingParameters) -> frames.Grammar | None:

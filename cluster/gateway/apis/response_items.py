@@ -20,9 +20,9 @@ from pydantic import (
     model_validator,
 )
 
-from .chat import PART_TYPE_CHARS_MAX, JsonObject, content_branch
+from .chat_parts import PART_TYPE_CHARS_MAX, content_branch
 from .response_tools import chat_name, custom_arguments
-from .schema import BodyPart
+from .schema import BodyPart, JsonObject
 
 #: Types of content parts whose text is read; they differ in whose text it is.
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")

@@ -29,9 +29,11 @@ from ..text.content import ContentParser
 from ..text.formats.parts import ContentPart, PartKind
 from ..text.reasoning_tokens import ReasoningCounter
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
-from .chat import ChatRequest, JsonObject, logprobs_object
+from .chat import ChatRequest
+from .chat_shape import logprobs_object
 from .response_tools import custom_input, response_tool
 from .responses import ResponsesRequest
+from .schema import JsonObject
 
 
 class _ItemStatus(StrEnum):

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ApiError
-from .chat import JsonObject
+from .schema import JsonObject
 
 #: Estimates of what Python's objects of a response take beside its JSON texts: those of the
 #: response itself, and its reference to each of its turns.

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationInfo, field_validator
 
-from .chat import PART_TYPE_CHARS_MAX, TOOLS_MAX, FunctionName, JsonObject
-from .schema import BodyPart, is_strict
+from .chat_parts import PART_TYPE_CHARS_MAX, TOOLS_MAX, FunctionName
+from .schema import BodyPart, JsonObject, is_strict
 
 NAMESPACE_SEPARATOR = "__"
 CUSTOM_INPUT = "input"  #: The one parameter of the function that a custom tool becomes.

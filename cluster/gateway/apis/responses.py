@@ -12,7 +12,8 @@ from pydantic import Discriminator, Field, Tag
 
 from ..errors import ApiError
 from ..text.tokenizer import ChatTokenizer
-from .chat import MESSAGES_MAX, TOOLS_MAX, ChatRequest, JsonObject, effort_arguments
+from .chat import ChatRequest, effort_arguments
+from .chat_parts import MESSAGES_MAX, TOOLS_MAX
 from .known_fields import ApiName
 from .parameters import CommonSamplingFields, ModelLimits
 from .response_items import (
@@ -29,7 +30,7 @@ from .response_tools import (
     offered_tools,
     refusal_of,
 )
-from .schema import BodyPart, read_fields
+from .schema import BodyPart, JsonObject, read_fields
 
 #: By this entry of `include`, a client asks for the logprobs of the answer's text.
 LOGPROBS_INCLUDABLE = "message.output_text.logprobs"

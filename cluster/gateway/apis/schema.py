@@ -2,7 +2,8 @@
 
 A body is a pydantic model. What has the wrong type or size is refused with one sentence that names
 the field. Fields that the model does not have are ignored and noted in `ApiBody.ignored_fields`, or
-refused as `known_fields` has it. A strict gateway refuses them all.
+refused as `known_fields` has it. A strict gateway refuses them all. Those of a chat's messages may
+be for its template: they are settled once that is known.
 
 Null stands for a field that was left out, wherever the field has a default.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, cached_property
@@ -33,11 +34,15 @@ from .known_fields import ApiName, KnownField, Treatment, known_fields_of
 
 #: Ids that clients may give their requests; they stand in headers, logs and frames as they are.
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+#: Of the JSON texts of all fields of a body that only the chat template reads, together.
+TEMPLATE_FIELDS_CHARS_MAX = 1 << 16
 FIELD_PATH_CHARS_MAX = 200  #: A path is shortened to this, because it repeats the client's keys.
 #: Pydantic names the chosen branch of a union in the path of a finding; ours begin with this, and
 #: are left out.
 BRANCH_MARK = "#"
 BodyType = TypeVar("BodyType", bound="ApiBody")  #: The model of the body that is read.
+#: A JSON object: of an answer, of an event, or a message for the chat template.
+JsonObject = dict[str, Any]
 
 
 class Reading(StrEnum):
@@ -69,6 +74,9 @@ class BodyPart(BaseModel):
     required_names: ClassVar[frozenset[str]] = frozenset()
     #: The fields that may hold a part or a list of parts, by their names in Python.
     part_fields: ClassVar[tuple[str, ...]] = ()
+    #: True if unknown fields stay in `model_extra` until `settle_template_fields`: a chat template
+    #: may read them.
+    keeps_unknown_fields: ClassVar[bool] = False
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -129,7 +137,7 @@ class ApiBody(BodyPart):
 
     api: ClassVar[ApiName]
 
-    # These two are no private attributes of pydantic: to make those takes as long as to read ten
+    # These three are no private attributes of pydantic: to make those takes as long as to read ten
     # fields, for each body.
 
     @cached_property
@@ -142,10 +150,19 @@ class ApiBody(BodyPart):
         """What the client sent without effect."""
         return IgnoredFields()
 
+    @cached_property
+    def has_template_fields(self) -> bool:
+        """True if a part has fields that only a chat template may read."""
+        return False
+
     def read_like(self, body: ApiBody) -> None:
-        """Be as strict as `body`, from which this one was made, and note there what is ignored."""
+        """Be as strict as `body`, from which this one was made, and note there what is ignored.
+
+        The parts of `body` that this one has taken over keep their fields for a template.
+        """
         self.reading = body.reading
         self.ignored_fields = body.ignored_fields
+        self.has_template_fields = body.has_template_fields
 
     @property
     def is_strict(self) -> bool:
@@ -205,7 +222,8 @@ class _PartOfBody:
 def _settle_unread_fields(body: ApiBody) -> None:
     """Ignore or refuse what the models of the body do not have, and forget it.
 
-    Raises ApiError for a field that is refused.
+    Unknown fields that a chat template may read are left for `settle_template_fields`. Raises
+    ApiError for a field that is refused.
     """
     for located in _parts_of(_PartOfBody(body, place="", path="")):
         extra = located.part.model_extra
@@ -213,9 +231,12 @@ def _settle_unread_fields(body: ApiBody) -> None:
             continue
         known_fields = known_fields_of(body.api, located.path)
         expected_names = _expected_names(type(located.part), body.api, located.path)
+        template_fields: dict[str, Any] = {}
         for name, value in extra.items():
             known_field = known_fields.get(name)
-            if body.is_strict:
+            if located.part.keeps_unknown_fields and known_field is None and value is not None:
+                template_fields[name] = value
+            elif body.is_strict:
                 _check_strictly(known_field, _joined(located.place, name), value)
             elif value is None:
                 continue  # as if the field had been left out
@@ -226,6 +247,38 @@ def _settle_unread_fields(body: ApiBody) -> None:
                     raise _refused_field_error(known_field, _joined(located.place, name))
                 body.ignored_fields.add_documented(located.path, name)
         extra.clear()  # a part that is dumped has its own fields only
+        if template_fields:
+            extra.update(template_fields)
+            body.has_template_fields = True
+
+
+def settle_template_fields(
+    body: ApiBody, names_read_in: Callable[[BodyPart], frozenset[str]]
+) -> None:
+    """Ignore or refuse the unknown fields that were left to the chat template, and that it leaves out.
+
+    `names_read_in` gives the names of the fields that the template reads in a part. Raises ApiError
+    for a field that is refused, or if those that stay are too large together.
+    """
+    chars = 0
+    for located in _parts_of(_PartOfBody(body, place="", path="")):
+        extra = located.part.model_extra
+        if not extra:
+            continue
+        names = names_read_in(located.part)
+        expected_names = _expected_names(type(located.part), body.api, located.path)
+        for name in [name for name in extra if name not in names]:
+            if body.is_strict:
+                _check_strictly(None, _joined(located.place, name), extra[name])
+            body.ignored_fields.add_unknown(located.path, name, expected_names)
+            del extra[name]
+        chars += len(to_json(extra)) if extra else 0
+    if chars > TEMPLATE_FIELDS_CHARS_MAX:
+        message = (
+            f"fields that only the chat template reads have {chars} characters as JSON, the limit "
+            f"is {TEMPLATE_FIELDS_CHARS_MAX}"
+        )
+        raise ApiError("invalid_request", message, "messages")
 
 
 @cache

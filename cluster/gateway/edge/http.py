@@ -54,6 +54,7 @@ def build_app(gateway: GatewayService) -> ASGIApp:
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
         Route("/v1/responses/{response_id}", api.stored_response, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", api.cancel_response, methods=["POST"]),
         Route("/v1/messages", api.messages, methods=["POST"]),
         Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
         Route("/tokenize", api.tokenize, methods=["POST"]),

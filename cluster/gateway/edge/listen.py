@@ -182,7 +182,7 @@ def with_request_id(app: ASGIApp) -> ASGIApp:
         headers = scope["headers"]
         request_id = next((value for name, value in headers if name == REQUEST_ID_HEADER), b"")
         if not request_id:
-            request_id = str(uuid.uuid4()).encode()
+            request_id = uuid.uuid4().hex.encode()
             headers.append((REQUEST_ID_HEADER, request_id))
 
         async def send_with_id(message: Message) -> None:

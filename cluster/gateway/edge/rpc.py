@@ -31,8 +31,10 @@ from ....protos import frames, inference_pb2_grpc
 from ....protos import inference_pb2 as pb
 from ...config import GatewaySettings
 from ..apis.api import response_headers
-from ..apis.chat import ChatRequest, ChatShape
+from ..apis.chat import ChatRequest
+from ..apis.chat_shape import ChatShape
 from ..apis.completions import CompletionRequest
+from ..apis.parameters import SEED_MAX
 from ..apis.schema import REQUEST_ID_PATTERN, Reading, parse_body
 from ..attempt.request import Request
 from ..attempt.terms import Terms, read_terms
@@ -411,6 +413,8 @@ def _sampling_fields(message: pb.ChatRequest | pb.GenerateRequest) -> dict[str, 
     for name in ("max_tokens", "temperature", "seed"):
         if message.HasField(name):
             body[name] = getattr(message, name)
+    if body.get("seed", 0) > SEED_MAX:
+        body["seed"] -= 1 << 64  # HTTP has the same 64 bits with a sign
     if isinstance(message, pb.ChatRequest) and "temperature" in body:
         # Of a chat, 0.7 travels in single precision, and would come out as 0.699999988.
         body["temperature"] = float(f"{body['temperature']:.7g}")

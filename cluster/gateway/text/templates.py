@@ -19,6 +19,7 @@ import jinja2.nodes
 
 from .limited import LimitedProcesses, ProcessLimits, serve
 from .sandbox import LIMIT_CHARS, LIMIT_S, TemplateSandbox
+from .template_reading import TemplateFields, template_fields_of
 
 #: A rendering over its limit of time ends by itself where it can, and says so. Else its process is
 #: killed, so much later.
@@ -46,9 +47,13 @@ class ChatTemplates:
     def __init__(self, source: str, tool_source: str) -> None:
         self._sources = [source, tool_source]  #: Indexed by whether a chat has tools.
         self.variables: set[str] = set()  #: Variables that either template reads.
+        #: What each template reads of messages; indexed as the sources are.
+        self._fields: list[TemplateFields] = []
         sandbox = TemplateSandbox()
-        for text in {source, tool_source}:
-            self.variables |= _check(sandbox, text)
+        for text in self._sources:
+            variables, template_fields = _check(sandbox, text)
+            self.variables |= variables
+            self._fields.append(template_fields)
         limits = ProcessLimits(
             request_s=LIMIT_S + KILL_MARGIN_S,
             contested_s=CONTESTED_S,
@@ -73,6 +78,10 @@ class ChatTemplates:
         """Return whether there is a template for chats with, or without, tools."""
         return bool(self._sources[tools])
 
+    def template_fields(self, *, tools: bool) -> TemplateFields:
+        """Return the fields that the template reads of messages and of the parts of their content."""
+        return self._fields[tools]
+
     def render(self, variables: Mapping[str, Any], *, tools: bool) -> str:
         """Return the text of a conversation; without a template (`has`) it is empty.
 
@@ -91,8 +100,8 @@ class ChatTemplates:
         return text.decode("utf-8", "surrogatepass")
 
 
-def _check(sandbox: TemplateSandbox, source: str) -> set[str]:
-    """Return the variables that a template reads. Raises TemplateError.
+def _check(sandbox: TemplateSandbox, source: str) -> tuple[set[str], TemplateFields]:
+    """Return the variables that a template reads, and the fields of messages. Raises TemplateError.
 
     Only compiling finds unknown filters and tests, so they are looked for here.
     """
@@ -106,7 +115,7 @@ def _check(sandbox: TemplateSandbox, source: str) -> set[str]:
             if node.name not in known_names:
                 kind = "filter" if is_filter else "test"
                 raise jinja2.TemplateError(f"no {kind} named {node.name!r}")
-        return jinja2.meta.find_undeclared_variables(tree)
+        return jinja2.meta.find_undeclared_variables(tree), template_fields_of(tree)
     except RecursionError:
         raise jinja2.TemplateError("it is nested too deeply") from None
 

@@ -30,6 +30,7 @@ from .formats.registry import (
     find_tool_format,
 )
 from .limited import BusyError, RefusedError
+from .template_reading import TemplateFields
 from .templates import ChatTemplates
 
 log = logging.getLogger(__name__)
@@ -182,6 +183,10 @@ class ChatTokenizer:
     def settable_variables(self) -> frozenset[str]:
         """Variables of the templates that requests may set."""
         return frozenset(self.template_variables - GATEWAY_VARIABLES)
+
+    def template_fields(self, *, tools: bool) -> TemplateFields:
+        """Return what the template for chats with, or without, tools reads of messages."""
+        return self._templates.template_fields(tools=tools)
 
     # ---- text to ids -----------------------------------------------------------------------------
 
@@ -375,7 +380,11 @@ class ChatTokenizer:
 def _open_ended(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with a mark at the end of the last one, where `_cut_at_open_end` cuts."""
     last = messages[-1]
-    return [*messages[:-1], {**last, "content": last["content"] + OPEN_END_MARK}]
+    content = last["content"]
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": content + OPEN_END_MARK}]
+    last_part = {**content[-1], "text": content[-1]["text"] + OPEN_END_MARK}
+    return [*messages[:-1], {**last, "content": [*content[:-1], last_part]}]
 
 
 def _cut_at_open_end(text: str) -> str:

@@ -16,6 +16,7 @@ for a raw transfer until its last note. CPU time is that of all threads of a pro
 from __future__ import annotations
 
 import enum
+import logging
 import multiprocessing
 import os
 import queue
@@ -137,6 +138,9 @@ class RawNixl:
         Raises ImportError where NIXL is missing.
         """
         from nixl import _api as api
+
+        # its import sets another one, and lets it print on stdout, where the figures go
+        logging.getLogger("nixl").setLevel(logging.WARNING)
 
         self._pool = SpeedPool(size, shared=False)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])

@@ -17,8 +17,9 @@ def bench(*arguments: str) -> dict:
 
 
 @pytest.mark.slow
-def test_it_prints_what_scripts_read() -> None:
+def test_it_prints_what_scripts_read(capfd: pytest.CaptureFixture[str]) -> None:
     result = bench("--mib", "8", "--model", "7M", "--tokens", "256", "-o", "json")
+    assert capfd.readouterr().out == "", "its processes print where the document goes"
     assert result["memcpy_gib_s"] > 0 and result["checksum_gib_s"] > 0
     cells = {(row["transport"], row["op"], row["run_bytes"]) for row in result["rows"]}
     for name in {"nixl", "shm", "tcp"} - result["missing"].keys():

@@ -4,7 +4,7 @@
                  token over their lengths. Arrival to first token holds more than the prefill, so
                  both factors are scaled to the mean seconds a token that prefill workers report.
                  With too few such prompts, the reports alone give the seconds a token.
-    step(B, K)   From two reports in a row with equally many running sequences: seconds a step over
+    step(B, K)   From two reports in a row with about as many running sequences: seconds a step over
                  B rows (sequences that decode) that read K tokens of KV.
     transfer(t)  From what the decode workers measured of each transfer of t tokens.
 
@@ -18,6 +18,7 @@ import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import msgspec
@@ -42,7 +43,12 @@ LOG_NAMES = ("router.old.jsonl", "router.jsonl")  #: in a log's folder, the olde
 LOG_START = b'{"at":'  #: how a router's log begins, and no calibration in JSON
 #: Fewer samples say more of chance than of the worker.
 LONE_PROMPTS_MINIMUM = 12  #: with fewer of them, the prefill comes from reports alone
+#: Under load only short prompts are alone. A line through them says little of long ones, so they
+#: must have this share of the mean length of all prompts; else the prefill comes from reports alone.
+LONE_LENGTH_SHARE = 0.5
 TRANSFERS_MINIMUM = 12  #: with fewer of them, transfers count as free
+#: Decoding is steady while so much of the sequences come or go between two reports, or a single one.
+STEADY_CHANGE = 0.1
 STEADY_REPORTS_MINIMUM = 8  #: with fewer of them, the step is not fitted
 
 
@@ -185,6 +191,9 @@ def _fit_lone_prompts(log: RouterLog, reported_token_s: float) -> FittedLine | N
     if len(lone_requests) < LONE_PROMPTS_MINIMUM:
         return None
     prompt_tokens = [request.place.prompt_tokens for request in lone_requests]
+    all_tokens = [request.place.prompt_tokens for request in log.served_requests()]
+    if mean(prompt_tokens) < LONE_LENGTH_SHARE * mean(all_tokens):
+        return None
     seconds = [request.first_token_at - request.arrived_at for request in lone_requests]
     line = fit_line(prompt_tokens, seconds)
     if line.slope <= 0:
@@ -233,7 +242,8 @@ def _fit_step(log: RouterLog) -> StepFit:
             if not _decodes_steadily(previous_report, report):
                 continue
             mean_kv_tokens = (previous_report.kv_tokens + report.kv_tokens) / 2
-            rows.append([1.0, report.running, mean_kv_tokens])
+            mean_running = (previous_report.running + report.running) / 2
+            rows.append([1.0, mean_running, mean_kv_tokens])
             step_seconds.append(report.step_seconds / report.steps)
             step_counts.append(report.steps)
     if len(rows) < STEADY_REPORTS_MINIMUM:
@@ -243,8 +253,10 @@ def _fit_step(log: RouterLog) -> StepFit:
 
 
 def _decodes_steadily(previous_report: WorkerReport, report: WorkerReport) -> bool:
-    """Whether the worker made steps between the reports, with as many sequences at both."""
-    return report.steps > 0 and 0 < report.running == previous_report.running
+    """Whether the worker made steps between the reports, with about as many sequences at both."""
+    few = min(previous_report.running, report.running)
+    difference = abs(previous_report.running - report.running)
+    return report.steps > 0 and few > 0 and difference <= max(1, few * STEADY_CHANGE)
 
 
 def _fit_transfer(log: RouterLog) -> TransferFit:

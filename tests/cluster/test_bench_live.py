@@ -45,6 +45,7 @@ from diptych.cluster.bench.live.loads import (
     poisson_arrivals,
     warm_up_requests,
 )
+from diptych.cluster.bench.live.page import markdown
 from diptych.cluster.bench.live.results import (
     CellResult,
     ClientReport,
@@ -53,9 +54,11 @@ from diptych.cluster.bench.live.results import (
     MeasuredAnswer,
 )
 from diptych.cluster.bench.live.run import LiveRun, run, servers_of
+from diptych.cluster.bench.live.simulated import simulation_row
 from diptych.loadtests.prompts import Words
 
 from tests.simulator.support import COST
+from tests.simulator.test_recorded import log_of
 from tests.support.fake_vllm import calls, write_fake_python
 
 BIN = Path(sys.executable).parent
@@ -63,6 +66,7 @@ SLO = LiveSlo.parse("2s:50ms")
 FEW = TokenRange(20, 40)
 SHORT = TokenRange(4, 8)
 WORDS = Words(("of", "to"), 3)
+PAGE = {"table": "slo", "rows": [], "missing": [], "differing_requests": []}
 
 
 def make_options(folder: Path, *against: str, **changes: Any) -> LiveOptions:
@@ -210,6 +214,21 @@ def test_plan_picks_a_layout_for_every_rate_and_target(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(LiveBenchError, match="plan cannot learn"):
         pick_layouts([path], options, lines.append)
+
+
+def test_a_run_is_simulated_on_workers_as_fast_as_its_log_says(tmp_path: Path) -> None:
+    lines, met = log_of("1P1D", 1.3, "always")
+    (tmp_path / "router.jsonl").write_bytes(b"".join(lines))
+    row = simulation_row("slo-1P1D-1.3-seed1", tmp_path)
+    assert row["live"]["value"] == pytest.approx(met, abs=0.02)
+    low, high = row["live"]["interval"]
+    assert low < row["live"]["value"] < high and row["agrees"]
+    assert row["simulated"] == pytest.approx(met, abs=0.05)
+
+    empty = simulation_row("slo-1P1D-0.1-seed1", tmp_path / "nothing")
+    page = markdown({**PAGE, "simulated": [row, empty]})
+    assert f"| slo-1P1D-1.3-seed1 | {row['live']['value']:.3f} (" in page
+    assert "| slo-1P1D-0.1-seed1 | cannot be simulated: " in page
 
 
 # ---- figures -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from diptych.simulator.hardware import Hardware
 from diptych.simulator.metrics import Slo
 from diptych.simulator.sim import Simulation
 from diptych.simulator.sources import load_trace
+from diptych.simulator.trace import HASH_TOKENS, Trace, TraceRequest
 from typer.testing import CliRunner
 
 from .support import COST
@@ -25,9 +26,15 @@ HARDWARE = Hardware("cpu-1t", 1, COST, 64_000, 1, chunk_tokens=512, cost_on_card
 SLO = Slo(1.5, 0.0, 0.1, HARDWARE)  # a block of 64 tokens fits beside decode
 
 
-def log_of(split: str, rate: float, disaggregate: str = "auto", slo: Slo = SLO):
+def log_of(
+    split: str,
+    rate: float,
+    disaggregate: str = "auto",
+    slo: Slo = SLO,
+    trace: Trace | None = None,
+):
     """(lines, share met) of a simulated life: the router's log as its service writes it."""
-    trace = load_trace("poisson:256-1024:64-128:150")
+    trace = trace or load_trace("poisson:256-1024:64-128:150")
     fleet = Fleet(((HARDWARE, Split.parse(split).replicas),))
     config = RouterConfig(disaggregate=disaggregate, ttft_s=slo.ttft_s, itl_s=slo.itl_s)
     setting = Case(trace, fleet, slo, router_config=config).setting(Split.parse(split))
@@ -68,6 +75,18 @@ def test_a_prefill_takes_as_long_as_the_prefill_workers_say():
     lines = log_of("1P1D", 0.6, "always")[0]
     found = recorded.calibrate_from_log(reports(lines, quicker), 2).workers[0].cost
     assert found.prefill_token == pytest.approx(0.8 * COST.prefill_token, rel=0.05)
+
+
+def test_short_prompts_that_were_alone_do_not_tell_what_long_ones_take():
+    def slower(report):
+        report["prefill_seconds"] = 2.0 * report.get("prefill_seconds", 0.0)
+
+    alone = [TraceRequest(4.0 * number, 64 + number, 2) for number in range(20)]
+    together = [TraceRequest(100.0 + 0.2 * number, 1024, 64) for number in range(40)]
+    trace = Trace("short ones first", alone + together, HASH_TOKENS)
+    lines = log_of("1P1D", trace.rate, "always", trace=trace)[0]
+    found = recorded.calibrate_from_log(reports(lines, slower), 2).workers[0].cost
+    assert found.prefill_token == pytest.approx(2.0 * COST.prefill_token, rel=0.1)
 
 
 def test_with_few_lone_prompts_decode_workers_do_not_tell_what_a_prefill_takes(monkeypatch):

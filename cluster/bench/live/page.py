@@ -24,7 +24,7 @@ def markdown(document: Mapping[str, Any]) -> str:
     """
     lines = [f"# diptych bench live: {document['table']}", "", *_facts(document), ""]
     lines += _rows_table(document)
-    for section in (_comparison_lines, _overload_lines, _chat_lines):
+    for section in (_comparison_lines, _simulated_lines, _overload_lines, _chat_lines):
         lines += section(document)
     if document.get("plan_error"):
         lines.append(f"\nNo layout was picked by plan: {document['plan_error']}.")
@@ -102,6 +102,24 @@ def _comparison_lines(document: Mapping[str, Any]) -> list[str]:
     return lines + _table(
         ["load", "layout", "failed", "done ratio", "TTFT p99 ratio"], completion_rows
     )
+
+
+def _simulated_lines(document: Mapping[str, Any]) -> list[str]:
+    if not document.get("simulated"):
+        return []
+    rows = [
+        [row["cell"], f"cannot be simulated: {row['error']}", "-", "-"]
+        if "error" in row
+        else [
+            row["cell"],
+            _with_interval(row["live"]),
+            _number(row["simulated"]),
+            "yes" if row["agrees"] else "no",
+        ]
+        for row in document["simulated"]
+    ]
+    columns = ["cell", "share in time, live", "simulated", "agrees"]
+    return ["", "## Each run beside its simulation", "", *_table(columns, rows)]
 
 
 def _overload_lines(document: Mapping[str, Any]) -> list[str]:

@@ -43,6 +43,7 @@ from .servers import (
     vllm_servers,
     vllm_versions,
 )
+from .simulated import simulation_row
 
 CLIENT_MODULE = "diptych.cluster.bench.live.client"
 DRAIN_LIMIT_S = 240.0  #: for what is under way when the last request has been sent
@@ -153,6 +154,8 @@ def run(live: LiveRun, report_progress: Callable[[str], None]) -> dict[str, Any]
     document = table_document(options, cells, runner.results, picks)
     document["facts"] = dict(live.facts)
     document["plan_error"] = plan_error
+    if options.table is LiveTable.SLO:
+        document["simulated"] = runner.simulate(cells)
     name = options.table.value
     (live.folder / f"{name}.json").write_text(json.dumps(document, indent=1))
     (live.folder / f"{name}.md").write_text(markdown(document))
@@ -234,6 +237,14 @@ class _Runner:
             raise LiveBenchError(f"plan cannot learn: {', '.join(missing)} failed")
         logs = [self._logs(cell) for cell in calibration_cells]
         return pick_layouts(logs, self._live.options, self._report)
+
+    def simulate(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+        """Return a row for each measured cell of ours: its share in time, live and simulated."""
+        return [
+            simulation_row(cell.key, self._logs(cell))
+            for cell in cells
+            if isinstance(cell.layout, DiptychLayout) and cell.key in self.results
+        ]
 
     def _file(self, cell: Cell) -> Path:
         return self._cells_folder / f"{cell.key}.json"

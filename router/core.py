@@ -95,7 +95,8 @@ class UntidiedArrival:
 class Router:
     """Places the requests of one model. One router is active at a time.
 
-    `term` must be higher than any router's before it; the highest one is the active router.
+    `term` should be higher than any router's before it: the highest one is the active router. Until
+    a router has settled, it corrects a term that is too low by what its peers have seen.
     Moments are seconds of one clock, which the caller reads (`now`) and which never goes back.
     After each `handle` the caller sends what it returned, then calls `tidy`, and comes back with a
     `RouterTick` at `next_wake` if no event comes before.
@@ -167,7 +168,7 @@ class Router:
             case GatewayLost(gateway):
                 return self._remove_gateway(gateway, now)
             case NewerRouterReported(term):
-                return self._step_down_for(term)
+                return self._meet_term(term)
             case _:
                 assert_never(event)
 
@@ -275,8 +276,9 @@ class Router:
             self.policy.local_only_changed(now)
 
     def _add_worker(self, event: WorkerJoined, now: float) -> list[RouterAction]:
-        if event.term > self.term:
-            return self._step_down_for(event.term)
+        actions = self._meet_term(event.term)
+        if not self.active:
+            return actions
         worker = self.fleet.join(event.card)
         self._index.drop(worker.slot)
         self._index.store(worker.slot, event.cached_hashes)
@@ -356,9 +358,18 @@ class Router:
                 self._forget_attempt(key, now)
         return self._place_queued(now)
 
-    def _step_down_for(self, term: int) -> list[RouterAction]:
+    def _meet_term(self, term: int) -> list[RouterAction]:
+        """Take in the highest term that a peer has seen.
+
+        A settled router has been replaced if that is above its own: it steps down. One that has not
+        settled has just begun. It is the newer one then, though the clock that gave it its term has
+        gone back since: it goes above the term that was seen.
+        """
         if term <= self.term:
             return []
+        if not self.settled:
+            self.term = term + 1
+            return self._announce()
         self.active = False
         return [StepDown(term)]
 

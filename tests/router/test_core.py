@@ -561,6 +561,20 @@ def test_its_own_or_a_lower_term_is_no_news(rig: Rig, term: int) -> None:
     assert isinstance(rig.ask("r"), AttemptPlaced)
 
 
+@pytest.mark.parametrize(
+    "event", [e.NewerRouterReported(9), e.WorkerJoined(card("prefill/c"), 9, [])]
+)
+def test_a_router_that_has_just_begun_goes_above_a_term_that_was_seen(event: Any) -> None:
+    """The clock went back since the router before it began: its own term is lower."""
+    new = Rig("prefill/a", "decode/x", term=5, settle_s=3.0)
+    told = {action.peer: action.frame.term for action in new.send(event)}
+    assert told.keys() >= {"g", "prefill/a", "decode/x"} and set(told.values()) == {10}
+    assert new.ask("r").term == 10
+    new.send(e.RouterTick(), after=3.0)
+    assert new.router.settled
+    assert new.send(e.NewerRouterReported(11)) == [e.StepDown(11)], "now it is the older one"
+
+
 def test_a_new_router_places_resubmitted_requests() -> None:
     old = Rig("prefill/a", "decode/x", term=5)
     old.ask("r")

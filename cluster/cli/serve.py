@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import fail, interrupt_on
+from .common import fail
 
 if TYPE_CHECKING:
     from ..launch.local_cluster import LocalCluster
+    from ..launch.supervisor import Supervised
 
 WELCOME = """
   HTTP   {url}/v1   (OpenAI-compatible; model {model!r})
@@ -29,6 +31,7 @@ WELCOME = """
 
   ^C stops it
 """
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RAY_JOINED = "as before: `ray` and `serve` with the token of the cluster that was joined"
 RAY_STARTED = """ray status, serve status, after
          {export}"""
@@ -138,9 +141,18 @@ def serve(
         typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
 
     report_progress(f"model {cluster.checkpoint.name}: {cluster.checkpoint.folder}")
-    failure = _run_until_interrupted(cluster, report_progress)
-    if failure:
-        fail(failure)
+
+    def run(supervised: Supervised | None) -> int:
+        return _run_until_interrupted(cluster, report_progress, supervised)
+
+    if ray_address:  # others started that Ray, and start it again
+        exit_code = run(None)
+    else:
+        from ..launch.supervisor import supervise
+
+        exit_code = supervise(run, report_progress)
+    if exit_code:
+        raise typer.Exit(exit_code)
     report_progress("stopped")
 
 
@@ -156,32 +168,65 @@ def _key_hashes(keys: list[str]) -> list[str]:
 
 
 def _run_until_interrupted(
-    cluster: LocalCluster, report_progress: Callable[[str], None]
-) -> str | None:
-    """Run the cluster until ^C or SIGTERM; return why it could not start, or None.
+    cluster: LocalCluster,
+    report_progress: Callable[[str], None],
+    supervised: Supervised | None,
+) -> int:
+    """Run the cluster until ^C or SIGTERM, or until it is lost; return an exit code.
 
-    Further signals are ignored while the cluster stops.
+    Further signals are ignored while the cluster stops. Without a supervisor a cluster that is
+    lost is not noticed here.
     """
     from ..config import ConfigError
     from ..launch.ray_cluster import StartError
+    from ..launch.supervisor import LOST_EXIT_CODE, ChildNote
 
-    interrupt_on(signal.SIGINT, signal.SIGTERM)
-    failure = None
+    _interrupt_once()
+    exit_code = 0
+    ready = False
     try:
-        cluster.start(report_progress)
+        if supervised is None:
+            cluster.start(report_progress)
+        else:
+            cluster.start(report_progress, lambda folder: supervised.tell(ChildNote(folder=folder)))
+            supervised.tell(ChildNote(ready=True))
+        ready = True
         report_progress("ready")
         typer.echo(welcome(cluster))
-        threading.Event().wait()  # for ever: a signal ends it
+        if supervised is None:
+            threading.Event().wait()  # for ever: a signal ends it
+        else:
+            report_progress(cluster.watch(report_progress))
+            exit_code = LOST_EXIT_CODE
     except KeyboardInterrupt:
         pass
     except (ConfigError, StartError) as error:
-        failure = str(error)
+        typer.echo(f"diptych: {error}", err=True)
+        exit_code = 1
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        report_progress("stopping")
-        cluster.stop()
-    return failure
+        _ignore_signals()
+        with contextlib.suppress(OSError):  # a terminal may be gone
+            report_progress("stopping")
+        # What is half up, or lost, Ray cannot stop in time: that is the supervisor's work.
+        if supervised is None or (ready and exit_code != LOST_EXIT_CODE):
+            cluster.stop()
+    return exit_code
+
+
+def _interrupt_once() -> None:
+    """Raise KeyboardInterrupt on the first SIGINT or SIGTERM; further ones are ignored."""
+
+    def interrupt(*_: object) -> None:
+        _ignore_signals()
+        raise KeyboardInterrupt
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, interrupt)
+
+
+def _ignore_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def welcome(cluster: LocalCluster) -> str:

@@ -5,7 +5,8 @@
 3. The application is deployed as a Serve config, not by `serve.run`, because the same config with
    other replica counts scales the application in place (`control/serve.py`).
 4. `start` reports progress until every deployment is healthy and the gateway is ready.
-5. `stop` closes the gateways, so that open answers end with an error that says why, and then ends
+5. `watch` waits until Ray has lost a process without which no replica lives for long.
+6. `stop` closes the gateways, so that open answers end with an error that says why, and then ends
    Serve and Ray, or only the application on a Ray that others started.
 """
 
@@ -35,7 +36,16 @@ from ..control.serve import APPLICATION_NAME, POOL_DEPLOYMENTS
 from ..worker import cores
 from .checkpoint import Checkpoint, check_memory, find_checkpoint
 from .engine_environment import check_python
-from .ray_cluster import RayAccess, StartError, check_environment, join_ray, start_ray
+from .processes import reap_orphans
+from .ray_cluster import (
+    RayAccess,
+    StartError,
+    check_environment,
+    ended_ray_processes,
+    join_ray,
+    ray_process_ids,
+    start_ray,
+)
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -50,6 +60,8 @@ GRPC_SERVICES = [
     "diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 ]
+WATCH_INTERVAL_S = 1.0  #: Between two looks at Ray's own processes.
+VITAL_PROCESSES = ("gcs_server", "raylet")  #: As Ray names them.
 FAILED_STATES = ("DEPLOY_FAILED", "UNHEALTHY")  #: Of a Serve deployment.
 
 #: Takes a line for the user now and then.
@@ -78,10 +90,13 @@ class LocalCluster:
         #: By deployment or worker: the progress that was reported last.
         self._reported: dict[str, str] = {}
 
-    def start(self, report_progress: ReportProgress) -> None:
+    def start(
+        self, report_progress: ReportProgress, note_folder: Callable[[str], None] | None = None
+    ) -> None:
         """Start Ray, deploy, and return once requests can be served.
 
-        Raises ConfigError or StartError.
+        `note_folder` takes the folder of our own Ray before anything is in it. Raises ConfigError
+        or StartError.
         """
         if self._ray_address:
             report_progress(f"joining Ray at {self._ray_address}")
@@ -90,6 +105,9 @@ class LocalCluster:
             self._check_ports()
             cores.offer(self.config)
             report_progress("starting Ray")
+            self._make_folder()
+            if note_folder:
+                note_folder(self._ray_folder)
             self._start_ray()
         report_progress("starting Serve")
         self._start_serve()
@@ -106,11 +124,13 @@ class LocalCluster:
         check_port(control.host, control.port, "control.port")
         check_port(control.host, control.grpc_port, "control.grpc_port")
 
+    def _make_folder(self) -> None:
+        # Paths of Unix sockets must be short, so the folder is not in TMPDIR.
+        self._ray_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
+
     def _start_ray(self) -> None:
         # The application's builder, which runs in a process of Ray, takes the secret from here.
         os.environ[SECRET] = self.config.secret
-        # Paths of Unix sockets must be short, so the folder is not in TMPDIR.
-        self._ray_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
         # What Ray places actors by; it binds none of them to a core.
         cpus = max(os.cpu_count() or 1, 2)
         self.ray_access = start_ray(Path(self._ray_folder), self.config.ray.auth, cpus)
@@ -211,6 +231,24 @@ class LocalCluster:
     def logs(self) -> Path:
         """The folder of our own Ray's logs; of no use where the cluster joined another Ray."""
         return Path(self._ray_folder) / "ray" / "session_latest" / "logs"
+
+    def watch(self, report_progress: ReportProgress) -> str:
+        """Return why the cluster is lost, as soon as it is; while it is well, wait.
+
+        Without Ray's GCS or raylet no replica lives for long. The end of another process of Ray's
+        is only reported: replicas live on, and Ray replaces what it needs.
+        """
+        while True:
+            dead = ended_ray_processes()
+            for name, exit_code in dead.items():
+                line = f"Ray's {name} has ended (exit code {exit_code})"
+                if name in VITAL_PROCESSES:
+                    return line
+                if self._reported.get(name) != line:
+                    self._reported[name] = line
+                    report_progress(line)
+            reap_orphans(spare=ray_process_ids())
+            time.sleep(WATCH_INTERVAL_S)
 
     def stop(self) -> None:
         """End the cluster. Never raises, as what is ended may not have come up."""

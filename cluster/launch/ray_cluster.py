@@ -202,6 +202,31 @@ def _init_ray(**settings: Any) -> None:
         signal.signal(signal.SIGTERM, handler)
 
 
+def ended_ray_processes() -> dict[str, int]:
+    """Return the exit codes of processes of our own Ray that have ended, by Ray's names for them.
+
+    A Ray that others started has none: its processes are not this one's children.
+    """
+    return {
+        name: process.returncode
+        for name, process in _ray_node().dead_processes()
+        if process.returncode is not None
+    }
+
+
+def ray_process_ids() -> set[int]:
+    """Return the ids of all processes that our own Ray's start has started."""
+    processes = _ray_node().all_processes.values()
+    return {info.process.pid for infos in processes for info in infos}
+
+
+def _ray_node() -> Any:
+    from ray._private import worker
+
+    assert worker._global_node is not None, "Ray was started or joined"
+    return worker._global_node
+
+
 def _check_before_joining(address: str, auth: AuthMode) -> str:
     """Return the address (host:port) of a GCS that may be joined, and takes our token.
 

@@ -1,0 +1,171 @@
+"""The supervisor of `diptych serve`: what it starts again, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from diptych.cluster.launch.processes import has_ended
+from diptych.cluster.launch.supervisor import (
+    LOST_EXIT_CODE,
+    RESTARTS_LIMIT,
+    RESTARTS_WINDOW_S,
+    ChildEnd,
+    RestartPolicy,
+    Verdict,
+)
+
+from tests.support.live import eventually
+
+#: A cluster's stand-in: a folder, and a process in a session of its own with a child that ignores
+#: what it can ignore. It writes down its processes, is ready, and then does what `then` says.
+SCRIPT = """
+import os, pathlib, signal, subprocess, sys, time
+from diptych.cluster.launch.supervisor import LOST_EXIT_CODE, ChildNote, supervise
+
+place = pathlib.Path(sys.argv[1])
+then = sys.argv[2]
+stubborn = "trap '' INT TERM; sleep 600 & sleep 600"
+
+def run(supervised):
+    folder = place / f"ray-{os.getpid()}"
+    folder.mkdir()
+    supervised.tell(ChildNote(folder=str(folder)))
+    below = subprocess.Popen(["sh", "-c", stubborn], start_new_session=True)
+    with (place / "started").open("a") as file:
+        file.write(f"{os.getpid()} {below.pid}\\n")
+    if then == "fail":
+        return 7
+    supervised.tell(ChildNote(ready=True))
+    if then == "lost twice" and len((place / "started").read_text().splitlines()) < 3:
+        return LOST_EXIT_CODE
+    if then == "killed once" and len((place / "started").read_text().splitlines()) < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        with (place / "started").open("a") as file:
+            file.write("stopped\\n")
+        return 0
+
+sys.exit(supervise(run, lambda line: print(line, flush=True)))
+"""
+
+
+@contextmanager
+def supervised(place: Path, then: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", SCRIPT, str(place), then]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def started(place: Path, count: int) -> list[str]:
+    """The lines of the processes that were started, once there are so many."""
+    file = place / "started"
+
+    def lines() -> list[str]:
+        return file.read_text().splitlines() if file.exists() else []
+
+    return eventually(lambda: len(lines()) >= count and lines())
+
+
+def nothing_is_left(place: Path, lines: list[str]) -> bool:
+    processes = [int(word) for line in lines for word in line.split() if word.isdigit()]
+    assert processes
+    return all(has_ended(process) for process in processes) and not list(place.glob("ray-*"))
+
+
+def test_a_lost_cluster_is_started_again_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    with supervised(tmp_path, "lost twice") as process:
+        *lost, last = started(tmp_path, 3)
+        eventually(lambda: len(list(tmp_path.glob("ray-*"))) == 1)
+        assert not has_ended(int(last.split()[0]))
+        for line in lost:
+            assert all(has_ended(int(number)) for number in line.split())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stdout and process.stdout.read().count("starting the cluster again") == 2
+    lines = started(tmp_path, 4)
+    assert lines[-1] == "stopped", "SIGTERM stops the cluster as ^C does"
+    assert nothing_is_left(tmp_path, lines)
+
+
+def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
+    with supervised(tmp_path, "killed once") as process:
+        started(tmp_path, 2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    assert nothing_is_left(tmp_path, started(tmp_path, 2))
+
+
+def test_what_cannot_start_is_not_started_again(tmp_path: Path) -> None:
+    with supervised(tmp_path, "fail") as process:
+        assert process.wait(20) == 7
+    lines = started(tmp_path, 1)
+    assert len(lines) == 1 and nothing_is_left(tmp_path, lines)
+
+
+def test_when_the_supervisor_is_killed_its_cluster_stops(tmp_path: Path) -> None:
+    with supervised(tmp_path, "serve") as process:
+        lines = started(tmp_path, 1)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert started(tmp_path, 2)[-1] == "stopped"
+        processes = [int(number) for number in lines[0].split()]
+        eventually(lambda: all(has_ended(number) for number in processes))
+
+
+def test_a_process_that_was_there_before_is_let_alone(tmp_path: Path) -> None:
+    before = "import subprocess\nother = subprocess.Popen(['sleep', '600'])\n"
+    after = "assert other.poll() is None\nother.kill()\nprint('let alone')\nsys.exit(code)"
+    script = before + SCRIPT.replace("sys.exit(supervise(", "code = (supervise(") + after
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path), "fail"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (7, "let alone\n"), done.stderr
+
+
+LOST = ChildEnd(LOST_EXIT_CODE, was_ready=True, was_told_to_end=False)
+
+
+@pytest.mark.parametrize(
+    ("end", "verdict"),
+    [
+        (LOST, Verdict.RESTART),
+        (ChildEnd(-signal.SIGKILL, was_ready=True, was_told_to_end=False), Verdict.RESTART),
+        (ChildEnd(-signal.SIGKILL, was_ready=False, was_told_to_end=False), Verdict.END),
+        (ChildEnd(LOST_EXIT_CODE, was_ready=True, was_told_to_end=True), Verdict.END),
+        (ChildEnd(0, was_ready=True, was_told_to_end=True), Verdict.END),
+        (ChildEnd(1, was_ready=True, was_told_to_end=False), Verdict.END),
+    ],
+)
+def test_only_a_cluster_that_served_and_was_lost_is_started_again(
+    end: ChildEnd, verdict: Verdict
+) -> None:
+    assert RestartPolicy().judge(end, now=0.0) is verdict
+
+
+def test_a_cluster_that_is_lost_again_and_again_is_given_up() -> None:
+    policy = RestartPolicy()
+    for number in range(RESTARTS_LIMIT):
+        assert policy.judge(LOST, now=10.0 * number) is Verdict.RESTART
+    assert policy.judge(LOST, now=60.0) is Verdict.GIVE_UP
+    assert policy.judge(LOST, now=60.0 + RESTARTS_WINDOW_S) is Verdict.RESTART
+
+
+def test_the_test_process_itself_has_not_ended() -> None:
+    assert not has_ended(os.getpid())

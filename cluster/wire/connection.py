@@ -85,6 +85,11 @@ class FrameConnection:
         """Whether this end has closed, or is closing."""
         return self._writer.is_closing()
 
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the peer's last frame, heartbeats included."""
+        return self._loop.time() - self._received_at
+
     async def drain(self) -> None:
         """Wait until the peer has taken most of what was sent. Raises ConnectionError."""
         await self._writer.drain()

@@ -31,8 +31,9 @@ class RouterLink:
     `find_router` returns the router's "host:port". `identity` is what this process proves to the
     router. A router that sends nothing for `silence_s` is given up. `on_connected` is called for
     each new connection, before its first frame. `on_frame` is called for each frame but heartbeats
-    and the directory of a replaced router. Both are called on the loop that runs `run`; if one
-    raises, the error is logged and the link connects again.
+    and the directory of a replaced router. `on_lost` is called when a connection has ended, with
+    the seconds since the router's last frame. All are called on the loop that runs `run`; if one of
+    the first two raises, the error is logged and the link connects again.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class RouterLink:
         silence_s: float,
         on_connected: Callable[[], None],
         on_frame: Callable[[Any], None],
+        on_lost: Callable[[float], None] = lambda _: None,
     ) -> None:
         self._find_router = find_router
         self._identity = identity
         self._silence_s = silence_s
         self._on_connected = on_connected
         self._on_frame = on_frame
+        self._on_lost = on_lost
         self._connection: FrameConnection | None = None
         self.term = 0  #: The highest term of a router so far; 0: none was heard of.
 
@@ -74,7 +77,10 @@ class RouterLink:
             # Errors of Ray Serve, which finds the router, or of a callback: the link outlives them.
             except Exception:
                 log.exception("the link to the router failed")
-            self._connection = None
+            if self._connection:
+                silent_s = self._connection.silent_s
+                self._connection = None
+                self._on_lost(silent_s)
             await asyncio.sleep(RETRY_S)
 
     async def _run_connection(self) -> None:

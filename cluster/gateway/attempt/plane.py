@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from itertools import chain
 from typing import Any, TypeAlias, assert_never
 
 import msgspec
@@ -23,6 +24,7 @@ from ...wire.aliases import worker_alias
 from ...wire.connection import FrameConnection, dial
 from ...wire.router_link import RouterLink
 from ..errors import ApiError
+from .fallback import FALLBACK_AFTER_S, KnownWorker, place_without_router
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +136,12 @@ class Plane:
             silence_s,
             on_connected=self._router_joined,
             on_frame=self._router_said,
+            on_lost=self._router_lost,
         )
+        #: Runs out when the last router has been away for `FALLBACK_AFTER_S`.
+        self._fallback_timer: asyncio.TimerHandle | None = None
+        self._without_router = False  #: True from then on, until a router is there again.
+        self.fallbacks = 0  #: Attempts that were placed without a router.
         self._task = asyncio.get_running_loop().create_task(self.link.run())
 
     @property
@@ -169,9 +176,14 @@ class Plane:
         return inbox
 
     def place(self, frame: frames.PlaceAttempt) -> None:
-        """Asks the router for workers; a router that comes later is asked too."""
+        """Asks the router for workers; a router that comes later is asked too.
+
+        Without a router for long, workers are chosen here, if they have little to do.
+        """
         self._unplaced[frame.attempt_key] = frame
         self.link.send(frame)
+        if self._without_router:
+            self._place_alone(frame)
 
     def submit(self, worker: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
         """Sends an attempt to a worker, once it is connected.
@@ -201,6 +213,8 @@ class Plane:
         for worker in self._attempt_workers.pop(key, set()):
             if cancel and worker in self._workers:
                 self._workers[worker].send(frames.CancelAttempt(key))
+        if self._without_router:
+            self._place_waiting()
 
     def end_requests(self, error: ApiError, wire_id: str = "") -> None:
         """Gives `error` to the request of this id and to its parts; without an id, to all.
@@ -225,8 +239,46 @@ class Plane:
 
     def _router_joined(self) -> None:
         """Tells a new router of the attempts that wait for a place, as it has not heard of them."""
+        self._without_router = False
+        if self._fallback_timer:
+            self._fallback_timer.cancel()
+            self._fallback_timer = None
         for place in self._unplaced.values():
             self.link.send(place)
+
+    def _router_lost(self, silent_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        # A frozen router is lost because it has been silent: for so long nobody has answered.
+        delay_s = max(FALLBACK_AFTER_S - silent_s, 0.0)
+        self._fallback_timer = loop.call_later(delay_s, self._go_on_alone)
+
+    def _go_on_alone(self) -> None:
+        """Places what waits: no router has come back so far."""
+        self._fallback_timer = None
+        self._without_router = True
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        for place in list(self._unplaced.values()):
+            self._place_alone(place)
+
+    def _place_alone(self, place: frames.PlaceAttempt) -> None:
+        """Chooses workers for an attempt without a router; it waits on if there are none."""
+        placed = place_without_router(place, self.link.term, self._known_workers())
+        if placed is None:
+            return
+        self.fallbacks += 1
+        del self._unplaced[place.attempt_key]
+        self._deliver(place.attempt_key, placed)
+
+    def _known_workers(self) -> list[KnownWorker]:
+        """Returns the workers that are connected and speak, with what this gateway gave them."""
+        attempts = Counter(chain.from_iterable(self._attempt_workers.values()))
+        return [
+            KnownWorker(card, attempts[name])
+            for name, card in self.cards.items()
+            if self.connected(name) and not self._workers[name].suspected
+        ]
 
     def _router_said(self, frame: frames.FramesFromRouter) -> None:
         match frame:

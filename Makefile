@@ -1,4 +1,4 @@
-.PHONY: install serve test test-all test-long test-compat test-clients test-vllm loadtest lint format protos
+.PHONY: install serve test test-all test-long test-compat test-clients test-vllm chaos loadtest lint format protos
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
 BIN := $(VENV)/bin
@@ -49,6 +49,10 @@ test-vllm: install
 	$(VLLM_TESTS) $(VLLM) -m pytest tests/vllm $(ARGS)
 	$(VLLM_TESTS) $(VLLM) -m pytest -m "not long" tests/live/test_kill_rounds.py tests/live/test_crash_matrix.py $(ARGS)
 	$(VLLM_TESTS) $(PYTEST) -m "cluster and not long" $(VLLM_LIVE) $(ARGS)
+
+# On demand: every fault on a live cluster under load (tests/chaos).
+chaos: install
+	$(BIN)/python -m tests.chaos.run $(ARGS)
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run --write $(ARGS)

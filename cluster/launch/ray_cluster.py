@@ -129,8 +129,8 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
     `folder` must be this user's alone (0700), as Ray lets everybody into its own folders below it.
     `cpus` is how many cores Ray is told that this machine has. Ray ends with `ray.shutdown`, at the
     latest with this process. Raises ConfigError where the environment contradicts `auth`, and
-    StartError where Ray does not answer, or treats a caller without a token otherwise than `auth`
-    says. What `ray.init` raises passes through.
+    StartError where Ray does not start or answer, or treats a caller without a token otherwise than
+    `auth` says.
     """
     check_environment(auth)
     _set_environment(auth)
@@ -141,15 +141,22 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
     token_file = _make_and_export_token(folder) if auth == "token" else None
     import ray
 
-    _init_ray(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        object_store_memory=100 << 20,  # hardly used: KV and frames do not travel through Ray
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        _temp_dir=str(folder / "ray"),
-    )
+    try:
+        _init_ray(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            object_store_memory=100 << 20,  # hardly used: KV and frames do not travel through Ray
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder / "ray"),
+        )
+    except Exception as error:  # of any kind, among them plain `Exception`s
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise StartError(
+            f"Ray did not start: {reason[0]} Is the machine overloaded, or short of memory or of "
+            f"room in {folder.parent}?"
+        ) from None
     gcs_address = ray.get_runtime_context().gcs_address
     try:
         _check_stranger_policy(gcs_address, auth)

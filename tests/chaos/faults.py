@@ -1,0 +1,114 @@
+"""The faults: which process, and what is done to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from tests.support.live import Live
+
+STOPPED_S = 5.0  #: for which a frozen process is stopped
+
+#: Finds the processes that a fault may hit, given the cluster and its status.
+FindProcesses = Callable[[Live, dict[str, Any]], list[int]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done, and to how many processes at once: one of each group."""
+
+    name: str  #: as in the matrix
+    groups: tuple[FindProcesses, ...]
+    signal: signal.Signals = signal.SIGKILL
+    #: Whether the processes must be replaced: not so if they only freeze for a while.
+    replaces: bool = True
+    #: Whether all that is in flight may be cut off: clients then send it again.
+    cuts: bool = False
+
+
+def _workers(home: str) -> FindProcesses:
+    return lambda _, status: [
+        worker["pid"] for worker in status["workers"] if worker["home"] == home
+    ]
+
+
+def _router(_: Live, status: dict[str, Any]) -> list[int]:
+    return [status["router"]["pid"]]
+
+
+def _gateways(_: Live, status: dict[str, Any]) -> list[int]:
+    return [gateway["pid"] for gateway in status["gateways"]]
+
+
+def _control(_: Live, status: dict[str, Any]) -> list[int]:
+    return [status["control"]["pid"]]
+
+
+def _of_ray(name: str) -> FindProcesses:
+    """Finds a process of Ray's below `diptych serve` by a part of its command line."""
+
+    def find(live: Live, _: dict[str, Any]) -> list[int]:
+        below = psutil.Process(live.process.pid).children(recursive=True)
+        return [one.pid for one in below if name in " ".join(one.cmdline())]
+
+    return find
+
+
+_PARTS: dict[str, FindProcesses] = {
+    "prefill": _workers("prefill"),
+    "decode": _workers("decode"),
+    "router": _router,
+    "gateway": _gateways,
+    "Control": _control,
+    "Serve controller": _of_ray("ray::ServeController"),
+}
+_RAY = {
+    "GCS": _of_ray("gcs/gcs_server"),
+    "raylet": _of_ray("raylet/raylet"),
+    "dashboard agent": _of_ray("ray::DashboardAgent"),
+}
+FAULTS = (
+    *(Fault(f"KILL {name}", (find,), cuts=name == "gateway") for name, find in _PARTS.items()),
+    *(
+        Fault(f"STOP {name} {STOPPED_S:g} s", (find,), signal.SIGSTOP, replaces=False)
+        for name, find in _PARTS.items()
+    ),
+    *(
+        Fault(f"TERM {name}", (find,), signal.SIGTERM, cuts=name == "gateway")
+        for name, find in _PARTS.items()
+        if name in ("prefill", "decode", "router", "gateway")
+    ),
+    Fault("KILL prefill and decode", (_PARTS["prefill"], _PARTS["decode"])),
+    Fault("KILL decode and router", (_PARTS["decode"], _router)),
+    *(Fault(f"KILL {name}", (find,), cuts=True) for name, find in _RAY.items()),
+)
+
+
+def inject(fault: Fault, live: Live, status: dict[str, Any], draw: random.Random) -> list[int]:
+    """Does it; returns the processes that were hit. A frozen one goes on after `STOPPED_S`."""
+    victims = [_choose(find(live, status), fault, draw) for find in fault.groups]
+    for victim in victims:
+        os.kill(victim, fault.signal)
+    if fault.signal == signal.SIGSTOP:
+        time.sleep(STOPPED_S)
+        for victim in victims:
+            _continue(victim)
+    return victims
+
+
+def _choose(found: Sequence[int], fault: Fault, draw: random.Random) -> int:
+    assert found, f"{fault.name}: there is no such process"
+    return draw.choice(list(found))
+
+
+def _continue(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # somebody took it for dead, and killed it
+        os.kill(process, signal.SIGCONT)

@@ -1,0 +1,80 @@
+"""The crash matrix as Markdown (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+
+import numpy as np
+
+HEAD = """# What happens when a process dies
+
+Two prefill and two decode workers, a router, a gateway and Control on one machine, under a load of eight users who send
+requests of {kinds} kinds one after the other. Each answer is compared with the answer of an undisturbed cluster, byte
+for byte. Run on {day}:
+
+    make chaos
+
+*Cut off* are requests whose connection broke, or that got an error that says to come back: the client sent them again
+under the same request id, and they were answered. *Failed* are those without an answer after 60 s of trying. The pause
+is the longest time that any client waited for the next word of its answer, over all tries. *Whole again* is when all
+replicas are back and ready.
+
+| fault | times | requests | wrong | failed | cut off | longest pause s, p50 / p95 | whole again s, p50 / max | leaks |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """What one fault did to one cluster."""
+
+    fault: str
+    number: int  #: of the repetition
+    requests: int  #: sent while it was injected, before it and after it
+    wrong: int  #: answers that differ from the undisturbed one
+    failed: int  #: requests without an answer in the end
+    cut_off: int  #: requests that were answered after another try
+    longest_pause_s: float
+    whole_s: float | None  #: until all replicas were back; None: not in time
+    leaks: str  #: what was held by nobody in the end; empty: nothing
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole_s is not None and not self.leaks
+
+
+def matrix_page(repetitions: Sequence[Repetition], day: date, kinds: int = 9) -> str:
+    """Returns the page: a row for each fault, and below it what went wrong, in words."""
+    rows = []
+    for fault in dict.fromkeys(one.fault for one in repetitions):
+        rows.append(_row(fault, [one for one in repetitions if one.fault == fault]))
+    page = HEAD.format(day=day, kinds=kinds) + "\n".join(rows) + "\n"
+    errors = sorted({f"- {one.fault}: {text}" for one in repetitions for text in one.errors})
+    if errors:
+        page += "\n## What went wrong\n\n" + "\n".join(errors) + "\n"
+    return page
+
+
+def _row(fault: str, repetitions: Sequence[Repetition]) -> str:
+    pauses = [one.longest_pause_s for one in repetitions]
+    whole = [one.whole_s for one in repetitions if one.whole_s is not None]
+    not_whole = len(repetitions) - len(whole)
+    whole_text = f"{np.median(whole):.1f} / {max(whole):.1f}" if whole else "-"
+    if not_whole:
+        whole_text += f", {not_whole} times not"
+    leaks = sum(bool(one.leaks) for one in repetitions)
+    cells = [
+        fault,
+        len(repetitions),
+        sum(one.requests for one in repetitions),
+        sum(one.wrong for one in repetitions),
+        sum(one.failed for one in repetitions),
+        sum(one.cut_off for one in repetitions),
+        f"{np.percentile(pauses, 50):.1f} / {np.percentile(pauses, 95):.1f}",
+        whole_text,
+        leaks,
+    ]
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"

@@ -13,7 +13,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from logging.handlers import MemoryHandler
 from typing import Any
 
 import msgspec
@@ -34,6 +37,26 @@ from .process import ProcessWatch, own_process_identity
 GRACE_S = 1.0  #: a dead peer's bytes in our own socket buffers are applied within this
 _OWN_AGENT = "NIXL_INIT_AGENT"  #: NIXL's name for the side that posts a transfer
 _DONE = "DONE"  #: NIXL's state of a transfer that has ended well
+
+
+@contextmanager
+def _log_buffers_kept() -> Iterator[None]:
+    """Gives log handlers that buffer their targets back, which the import of NIXL takes from them.
+
+    NIXL configures logging by `dictConfig`, which closes every handler of the process. Ray Serve
+    asks a handler of its own for its target: after the end of Serve's controller, the new one
+    would stop every replica that cannot answer.
+    """
+    names = [None, *logging.root.manager.loggerDict]
+    buffers = {
+        handler: handler.target
+        for name in names
+        for handler in logging.getLogger(name).handlers
+        if isinstance(handler, MemoryHandler)
+    }
+    yield
+    for handler, target in buffers.items():
+        handler.setTarget(target)
 
 
 class NixlContact(msgspec.Struct, frozen=True, array_like=True):
@@ -113,7 +136,8 @@ class NixlTransport:
     def __init__(self, agent: str, pool: Pool) -> None:
         """Raises TransportUnavailable when NIXL is not installed."""
         try:
-            from nixl import _api as api
+            with _log_buffers_kept():
+                from nixl import _api as api
         except ImportError as error:
             raise TransportUnavailable(f"NIXL is not installed here: {error}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # its import sets another one

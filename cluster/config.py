@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ..engine.options import (
     BLOCK_TOKENS,
+    DEFAULT_KV_BYTES,
     BlockTokens,
     ComputeSettings,
     Count,
@@ -90,12 +91,20 @@ class EngineSettings(ConfigSection, SchedulerSettings, ComputeSettings):  # type
     Each field of the two dataclasses of `engine/options.py` is a setting here, too.
     """
 
-    #: MiB of the KV pool of each process; a replica has `tensor_parallel` processes.
-    kv_mib: Count = EngineOptions.kv_bytes >> 20
+    #: MiB of the KV pool of each process; a replica has `tensor_parallel` processes. None: 256, or
+    #: on a GPU what `gpu_memory_share` leaves beside the weights and the largest step.
+    kv_mib: Count | None = None
     #: How long a step that decodes answers may take. It bounds how much of a prompt is computed in
     #: such a step. So that prompts do not starve, one block is computed in every eighth step in any
     #: case. None: `STEP_SHARE` of slo.itl_ms.
     itl_budget_ms: Positive | None = None
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes of each process's KV pool; None: of a GPU, which sizes it at start."""
+        if self.kv_mib is not None:
+            return self.kv_mib << 20
+        return None if self.device == "cuda" else DEFAULT_KV_BYTES
 
 
 class EngineKindSettings(ConfigSection):

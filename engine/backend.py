@@ -31,6 +31,7 @@ from .spec import ModelSpec
 
 if TYPE_CHECKING:
     from .gpu.decode import DecodeRunner
+    from .gpu.layer_events import DeviceEvent
     from .gpu.pipeline import DecodePipeline
     from .rank_processes import RankProcesses
 
@@ -57,13 +58,30 @@ class Backend(Protocol):
         ...
 
     def make_ops(
-        self, options: EngineOptions, spec: ModelSpec, device: torch.device, pool_tokens: int
+        self,
+        options: EngineOptions,
+        spec: ModelSpec,
+        device: torch.device,
+        pool_tokens: int | None,
     ) -> tuple[Ops, str]:
         """Returns the fastest operations that run here, and their name.
 
         The name gives the reason where slower operations are taken. `spec` is the whole model's,
-        `pool_tokens` how many tokens the KV pool holds. Raises KernelUnavailable if what the
+        `pool_tokens` how many tokens the KV pool holds; None: nobody knows yet. Raises KernelUnavailable if what the
         options name cannot run here.
+        """
+        ...
+
+    def size_pool(
+        self,
+        options: EngineOptions,
+        device: torch.device,
+        make_steps: Callable[[], list[Callable[[], None]]],
+    ) -> int:
+        """Returns the bytes of this rank's KV pool, once the weights are loaded.
+
+        `make_steps` returns the largest steps (`largest_step`), for who has to know their memory.
+        Raises OutOfMemory if pool and steps do not fit beside the weights.
         """
         ...
 
@@ -84,6 +102,14 @@ class Backend(Protocol):
 
         `meta` says where these rows are in their sequences. `after(layer)`, if there is one, is
         called once that layer's KV can be read.
+        """
+        ...
+
+    def mark_work(self) -> DeviceEvent | None:
+        """Returns a point behind all that the calling thread has launched; None on a CPU.
+
+        A GPU computes behind the host's back: until it has passed the point, no other than the
+        engine's own steps may read or write what these touch.
         """
         ...
 

@@ -58,6 +58,10 @@ class Collectives:
         """Puts every rank's `x` side by side along the last dimension. Raises RankLost."""
         return torch.cat(tuple(self._gather(x)), dim=-1)
 
+    def least(self, value: int, device: torch.device) -> int:
+        """Returns the lowest of the ranks' values. Raises RankLost."""
+        return int(self._gather(torch.tensor([value], device=device)).min())
+
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's `x`: [size, *shape]."""
         parts = x.new_empty(self.size * len(x), *x.shape[1:])

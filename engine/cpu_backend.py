@@ -20,13 +20,14 @@ from .errors import KernelUnavailable
 from .kernels import NativeOps, native_ops
 from .memory import available_memory, check_memory
 from .ops import Ops
-from .options import EngineOptions
+from .options import DEFAULT_KV_BYTES, EngineOptions
 from .pool import KVPool
 from .scheduler import Scheduler
 from .spec import ModelSpec
 
 if TYPE_CHECKING:
     from .gpu.decode import DecodeRunner
+    from .gpu.layer_events import DeviceEvent
     from .gpu.pipeline import DecodePipeline
     from .rank_processes import RankProcesses
 
@@ -37,14 +38,19 @@ class CpuBackend:
     collective_library = "gloo"
 
     def check(self, options: EngineOptions, spec: ModelSpec) -> None:
-        kv_bytes = options.kv_bytes * options.tensor_parallel  # every rank has a pool of this size
+        # every rank has a pool of this size
+        kv_bytes = (options.kv_bytes or DEFAULT_KV_BYTES) * options.tensor_parallel
         check_memory(spec, options.dtype, kv_bytes, available_memory())
 
     def open_device(self, rank: int) -> torch.device:
         return torch.device("cpu")
 
     def make_ops(
-        self, options: EngineOptions, spec: ModelSpec, device: torch.device, pool_tokens: int
+        self,
+        options: EngineOptions,
+        spec: ModelSpec,
+        device: torch.device,
+        pool_tokens: int | None,
     ) -> tuple[Ops, str]:
         # `exact` chooses among a GPU's kernels; those of a CPU are exact in bfloat16 anyway.
         if options.pool_dtype != options.dtype or options.weights != "model" or options.exact:
@@ -63,6 +69,14 @@ class CpuBackend:
             return Ops(), f"torch: {error}"
         return ops, ops.name
 
+    def size_pool(
+        self,
+        options: EngineOptions,
+        device: torch.device,
+        make_steps: Callable[[], list[Callable[[], None]]],
+    ) -> int:
+        return options.kv_bytes or DEFAULT_KV_BYTES
+
     def make_pool(
         self, options: EngineOptions, layout: KVLayout, blocks: int, device: torch.device
     ) -> KVPool:
@@ -76,6 +90,9 @@ class CpuBackend:
         after: Callable[[int], None] | None,
     ) -> torch.Tensor:
         return decoder.hidden(ids, meta, after)
+
+    def mark_work(self) -> DeviceEvent | None:
+        return None
 
     def make_decode_runner(
         self,

@@ -13,6 +13,7 @@ pipeline that is one step ahead of what is booked here.
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +41,10 @@ from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
 
 if TYPE_CHECKING:
+    from .gpu.layer_events import DeviceEvent
     from .gpu.pipeline import DecodePipeline
+
+log = logging.getLogger(__name__)
 
 #: Tiers (host memory and disk below the pool) copy cached blocks while less than one in so many of
 #: the pool's blocks is free: cached ones are soon evicted then.
@@ -93,14 +97,16 @@ class Engine:
         limits = options.limits
         ranks = options.tensor_parallel
         layout = kv_layout(rank_share(self.spec, ranks), options.pool_dtype, limits.block_tokens)
-        #: tokens of the longest sequence, prompt and answer
-        self.max_model_len = context_limit(
-            self.spec, layout, options.kv_bytes, options.max_model_len
-        )
-        backend = open_backend(options)
+        if options.kv_bytes is not None:  # else the pool's size is known once the model is loaded
+            context_limit(self.spec, layout, options.kv_bytes, options.max_model_len)
+        self._backend = backend = open_backend(options)
         backend.check(options, self.spec)
         self._model = start_model(options, backend, progress)
         self.kv_pool = self._model.kv  #: this rank's KV blocks, which transfers read and write
+        #: tokens of the longest sequence, prompt and answer
+        self.max_model_len = context_limit(
+            self.spec, layout, self.kv_pool.size, options.max_model_len
+        )
         #: name of the kernels that compute, with the reason if slower ones are taken
         self.kernels = self._model.kernels
 
@@ -128,6 +134,10 @@ class Engine:
             runner, self.scheduler, self._book_token, self.max_model_len
         )
 
+        #: Behind the last work on blocks that was launched here, not by the pipeline, the pool's
+        #: zeros at first; None once the device is known to have passed it.
+        self._launched: DeviceEvent | None = backend.mark_work()
+
         #: called in mid-step with the blocks whose KV may be read by transfers
         self.announce_filled: Callable[[list[BlocksFilled]], None] = _ignore_filled
         #: how many leading blocks of these contents the tiers hold; set by whoever has tiers
@@ -135,6 +145,7 @@ class Engine:
 
         # Counters since the start.
         self.steps = 0
+        self.failed_steps = 0  #: for which the device had too little memory
         self.drafted_tokens = 0  #: guessed tokens that a step verified
         self.accepted_tokens = 0  #: those of them that were right
         self.prefill_tokens = 0  #: prompt tokens computed here, those found in a cache not counted
@@ -247,6 +258,7 @@ class Engine:
             # that got no blocks is going to compute the prompt again.
             if partial and fork.blocks:
                 self._model.copy(sequence.blocks[full_blocks], fork.blocks[full_blocks])
+                self._launched = self._backend.mark_work()
         return forks
 
     def release(self, attempt_key: AttemptKey) -> None:
@@ -289,6 +301,7 @@ class Engine:
             return []
         if pool.free_blocks >= pool.total_blocks // LOW_POOL_DIVISOR:
             return []
+        self._wait_for_device()
         # In a small pool, at most a sixteenth is pinned: pinned blocks cannot be given out.
         return pool.pin_for_demotion(min(DEMOTION_LIMIT, pool.total_blocks // 16 + 1))
 
@@ -316,12 +329,20 @@ class Engine:
 
         batch = build_batch(plan, self.limits.block_tokens)
         after_layer = self._announce_prefills(plan.prefill)
-        hidden = self._model.hidden(batch.token_ids, batch.step_rows, after_layer)
-        scored = self._score_prompts(batch, hidden)
-        # a step of chunks that end no prompt draws no token
-        logits = hidden[:0]
-        if len(batch.logit_rows):
-            logits = self._model.logits(hidden, batch.logit_rows)
+        try:
+            try:
+                hidden = self._model.hidden(batch.token_ids, batch.step_rows, after_layer)
+            finally:  # a part of it may be under way even if it raises
+                self._launched = self._backend.mark_work()
+            scored = self._score_prompts(batch, hidden)
+            # a step of chunks that end no prompt draws no token
+            logits = hidden[:0]
+            if len(batch.logit_rows):
+                logits = self._model.logits(hidden, batch.logit_rows)
+        except torch.OutOfMemoryError as error:
+            if self._model.rank_processes:
+                raise  # the other ranks wait for this one in mid-step
+            return self._fail_step(plan, error)
         outputs = self._book(batch, logits, scored)
         self._account(plan, batch, time.perf_counter() - began)
         return outputs
@@ -329,6 +350,30 @@ class Engine:
     def idle(self) -> bool:
         """True if, after a step without outputs, no other step has work before a command."""
         return not self.scheduler.prefilling
+
+    def _fail_step(self, plan: StepPlan, error: torch.OutOfMemoryError) -> list[SequenceOutput]:
+        """Ends the sequences for which the device had no memory; the others' step comes again.
+
+        Decode alone takes little, and always as much, so the prompts of a step are at fault. Nothing
+        of the step was booked: what it wrote lies behind the KV that counts.
+        """
+        prompts = [sequence for sequence, _ in plan.prefill]
+        failed = prompts or plan.decode
+        reason = str(error).partition(". ")[0]
+        log.error("a step ran out of memory, %d sequences fail: %s", len(failed), reason)
+        self.failed_steps += 1
+        outputs: list[SequenceOutput] = []
+        for sequence in failed:
+            self.scheduler.fail(sequence, damaged=False)
+            outputs.append(
+                SequenceOutput(
+                    sequence.attempt_key,
+                    error=f"the engine has too little memory for this request: {reason}",
+                    answer_index=sequence.answer_index,
+                    request_at_fault=bool(prompts),
+                )
+            )
+        return outputs
 
     def _account(self, plan: StepPlan, batch: StepBatch, seconds: float) -> None:
         """Counts a step that was planned here; the scheduler learns from its duration."""
@@ -360,9 +405,17 @@ class Engine:
         self.step_s["decode"].observe(seconds)
 
     def _wait_for_device(self) -> None:
-        """Waits for the step under way before others than this engine's steps write blocks."""
+        """Waits for what is launched, before others than this engine's steps touch its blocks.
+
+        The host books a step, and publishes or releases its blocks, while a GPU still computes it.
+        So whoever hands blocks to others waits first: `reserve`, `stage`, `pin_for_demotion`, and
+        the announcement of blocks from earlier steps.
+        """
         if self._pipeline:
             self._pipeline.wait_for_device()
+        if self._launched:
+            self._launched.synchronize()
+            self._launched = None
 
     def _announce_prefills(
         self, prefills: list[tuple[Sequence, int]]
@@ -386,6 +439,7 @@ class Engine:
                 coming.append((sequence.attempt_key, computed, sequence.blocks[computed:last]))
             sequence.filled_blocks = last
         if cached:
+            self._wait_for_device()
             self.announce_filled(cached)
         if not coming:
             return None
@@ -598,6 +652,7 @@ class Engine:
         pool = scheduler.pool
         return {
             "steps": self.steps,
+            "failed_steps": self.failed_steps,
             "exact": self.exact,
             "kernels": self.kernels,
             "dtype": self.options.dtype,

@@ -20,7 +20,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol, TypeAlias
 
-from ..kv_transfer.lanes import Digest
+from ..kv_transfer.digests import Digester
 from ..kv_transfer.layout import KVLayout
 from ..kv_transfer.transport import Pool
 from ..protos.frames import AttemptKey, Grammar
@@ -50,7 +50,7 @@ class EnginePool(Pool, Protocol):
     layout: KVLayout  #: Where in a block the K and V of each layer, head and token are.
     block_bytes: int  #: Of one block, in all layers.
     #: Makes checksums where the bytes are; None: the transfer makes them from `view`.
-    digest: Digest | None
+    digester: Digester | None
 
 
 class EngineLike(Protocol):

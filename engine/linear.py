@@ -100,7 +100,7 @@ class Linear:
     ) -> torch.Tensor:
         """Return the layer of `rows` [T, inputs], or of `norm(rows)` where there is a norm.
 
-        `residual` [T, outputs] is added where there is one.
+        `residual` [T, outputs] is added where there is one; its memory may become the result's.
         """
         out = self.product(rows if norm is None else self._ops.norm(rows, norm))
         if self._gated:

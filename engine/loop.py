@@ -19,6 +19,7 @@ import threading
 import time
 from typing import assert_never
 
+from ..kv_transfer.devices import enter_device
 from .commands import (
     AddSequence,
     BlockDemoted,
@@ -78,6 +79,7 @@ class EngineThread:
         if self.engine.cores:  # OpenMP's threads, which this one starts, inherit it
             os.sched_setaffinity(0, self.engine.cores)
         try:
+            enter_device(self.engine.kv_pool)
             idle = False
             while self._carry_out_commands(wait=idle):
                 outputs = self.engine.step()

@@ -1,10 +1,14 @@
-"""Whether weights and KV pool fit into this machine's memory, asked before any weight is read."""
+"""Whether weights and KV pool fit into this machine's memory, or into a GPU's; and how large a
+GPU's pool may be.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import OutOfMemory
+from .options import EngineOptions
 from .sizing import ITEM_BYTES
 from .spec import ModelSpec
 
@@ -40,6 +44,73 @@ def check_memory(spec: ModelSpec, dtype: str, kv_bytes: int, available: int | No
         f"weights and KV pool do not fit: {weights >> 20} MiB of {dtype} weights and a pool of "
         f"{kv_bytes >> 20} MiB need {(weights + kv_bytes) >> 20} MiB, {available >> 20} MiB are "
         f"available; {advice}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What a GPU has, in bytes, as its driver says."""
+
+    gpu: int  #: Its number.
+    total: int
+    free: int  #: What nobody holds, other processes included.
+
+
+def least_gpu_weight_bytes(spec: ModelSpec, options: EngineOptions) -> int:
+    """Returns the bytes of weights that each of the options' GPUs holds at least.
+
+    In FP8 the embedding and the head keep their type.
+    """
+    item_bytes = ITEM_BYTES[options.dtype]
+    kept = spec.vocab * spec.hidden * (1 if spec.tied else 2)
+    others = spec.parameters - kept
+    other_item_bytes = 1 if options.weights == "fp8" else item_bytes
+    return (kept * item_bytes + others * other_item_bytes) // options.tensor_parallel
+
+
+def check_gpu_memory(spec: ModelSpec, options: EngineOptions, memory: GpuMemory) -> None:
+    """Raises OutOfMemory if weights and KV pool surely exceed what is free on a GPU."""
+    weights = least_gpu_weight_bytes(spec, options)
+    kv_bytes = options.kv_bytes or 0
+    if weights + kv_bytes <= memory.free:
+        return
+    advice = "lower engine.kv_mib, or leave it out, so that it becomes what is free"
+    if weights > memory.free:
+        advice = (
+            "the weights alone are too large: end what else uses this GPU, set engine.weights fp8, "
+            "raise tensor_parallel or take a smaller model"
+        )
+    raise OutOfMemory(
+        f"GPU {memory.gpu}: {weights >> 20} MiB of weights and a KV pool of {kv_bytes >> 20} MiB "
+        f"do not fit into {memory.free >> 20} MiB that are free of {memory.total >> 20} MiB; "
+        f"{advice}"
+    )
+
+
+def gpu_pool_bytes(
+    options: EngineOptions, memory: GpuMemory, *, held_bytes: int, step_bytes: int
+) -> int:
+    """Returns the bytes of a GPU's KV pool: those of the options, or what their share leaves.
+
+    `memory` is that of the GPU once the weights are loaded, of which this process holds
+    `held_bytes`; `step_bytes` is what the largest steps take beside them. Raises OutOfMemory if
+    the pool and such a step do not fit.
+    """
+    for_pool = memory.free - step_bytes
+    if options.kv_bytes is not None:
+        pool_bytes = options.kv_bytes
+        advice = "lower engine.kv_mib, max_step_tokens or max_running"
+    else:
+        share_bytes = int(options.gpu_memory_share * memory.total)
+        pool_bytes = min(share_bytes - held_bytes - step_bytes, for_pool)
+        advice = "raise engine.gpu_memory_share, lower max_step_tokens or max_running"
+    if 0 < pool_bytes <= for_pool:
+        return pool_bytes
+    raise OutOfMemory(
+        f"GPU {memory.gpu}: a KV pool of {pool_bytes >> 20} MiB does not fit beside "
+        f"{held_bytes >> 20} MiB of weights and {step_bytes >> 20} MiB of the largest steps: "
+        f"{memory.free >> 20} MiB are free of {memory.total >> 20} MiB; {advice}, or end what else "
+        "uses this GPU"
     )
 
 

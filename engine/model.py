@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,19 @@ from .backend import Backend
 from .collectives import Collectives, join_process_group
 from .decoder import Decoder
 from .engine_like import ReportProgress
-from .errors import UnsupportedModel
+from .errors import OutOfMemory, UnsupportedModel
+from .largest_step import SCRATCH_BLOCKS, largest_steps
 from .loader import load_weights
 from .options import EngineOptions
-from .rank_processes import ComputeLogits, CopyBlock, PrepareDecode, RankProcesses, pack
+from .pool import KVPool
+from .rank_processes import (
+    AllocatePool,
+    ComputeLogits,
+    CopyBlock,
+    PrepareDecode,
+    RankProcesses,
+    pack,
+)
 from .sizing import kv_layout
 from .spec import ModelSpec, read_spec
 
@@ -28,7 +38,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class RankModel:
-    """A rank's weights, KV pool and operations.
+    """A rank's weights, KV pool (`allocate_pool`) and operations.
 
     `spec` is what this rank computes of the model, `kernels` the name of the operations, with the
     reason if slower ones are taken. `collectives` is None where a single rank has the whole model;
@@ -51,20 +61,44 @@ class RankModel:
         self.dtype, self.backend = DTYPES[options.dtype], backend
         self.collectives, self.rank_processes = collectives, rank_processes
         self.device = backend.open_device(collectives.rank if collectives else 0)
-        layout = kv_layout(self.spec, options.pool_dtype, options.limits.block_tokens)
-        blocks = options.kv_bytes // layout.block_bytes
-        pool_tokens = blocks * layout.block_tokens
+        self._options = options
+        self._layout = kv_layout(self.spec, options.pool_dtype, options.limits.block_tokens)
+        pool_tokens = None
+        if options.kv_bytes is not None:
+            blocks = options.kv_bytes // self._layout.block_bytes
+            pool_tokens = blocks * self._layout.block_tokens
         self.ops, self.kernels = backend.make_ops(options, whole, self.device, pool_tokens)
-        weights = load_weights(
-            options.model_folder,
-            whole,
-            self.dtype,
-            self.ops,
-            progress=progress,
-            collectives=collectives,
-        )
-        self.kv = backend.make_pool(options, layout, blocks, self.device)
-        self.decoder = Decoder(self.spec, weights, self.kv, self.ops)
+        with _gpu_has_room("the model"):
+            self._weights = load_weights(
+                options.model_folder,
+                whole,
+                self.dtype,
+                self.ops,
+                progress=progress,
+                collectives=collectives,
+            )
+        self.kv: KVPool
+        self.decoder: Decoder
+
+    def allocate_pool(self) -> None:
+        """Sizes and allocates the KV pool, once; nothing is computed before it.
+
+        All ranks do it together, as they try the largest steps: whoever loads its share faster would
+        else wait for the others inside of a sum, which counts as their loss.
+        """
+        options, backend, layout = self._options, self.backend, self._layout
+        with _gpu_has_room("the KV pool"):
+            pool_bytes = backend.size_pool(options, self.device, self._largest_steps)
+            if self.collectives:
+                pool_bytes = self.collectives.least(pool_bytes, self.device)
+            blocks = pool_bytes // layout.block_bytes
+            self.kv = backend.make_pool(options, layout, blocks, self.device)
+            self.decoder = Decoder(self.spec, self._weights, self.kv, self.ops)
+
+    def _largest_steps(self) -> list[Callable[[], None]]:
+        scratch = self.backend.make_pool(self._options, self._layout, SCRATCH_BLOCKS, self.device)
+        decoder = Decoder(self.spec, self._weights, scratch, self.ops)
+        return largest_steps(decoder, self._options.limits)
 
     def hidden(
         self, ids: torch.Tensor, meta: StepRows, after: Callable[[int], None] | None = None
@@ -87,9 +121,10 @@ class RankModel:
             return None
         if self.rank_processes:
             self.rank_processes.broadcast(PrepareDecode(most, max_len, block_tokens))
-        return self.backend.make_decode_runner(
-            self.decoder, self.ops, most, max_len, block_tokens, ranks=self.rank_processes
-        )
+        with _gpu_has_room("the graphs of decode steps"):
+            return self.backend.make_decode_runner(
+                self.decoder, self.ops, most, max_len, block_tokens, ranks=self.rank_processes
+            )
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Returns the logits of some `rows` (indices) of `hidden`, float32 [rows, vocab].
@@ -119,7 +154,9 @@ def start_model(
     """
     ranks = options.tensor_parallel
     if ranks == 1:
-        return RankModel(options, backend, progress=progress)
+        model = RankModel(options, backend, progress=progress)
+        model.allocate_pool()
+        return model
     processes = RankProcesses.start(options)
     collectives = Collectives(0, ranks, backend.sums_in_any_order(options))
     join_process_group(
@@ -127,7 +164,23 @@ def start_model(
     )
     model = RankModel(options, backend, collectives, processes, progress=progress)
     processes.wait_until("loaded its share")
+    processes.broadcast(AllocatePool())
+    model.allocate_pool()
     return model
+
+
+@contextmanager
+def _gpu_has_room(what: str) -> Iterator[None]:
+    """Turns an allocation that fails on a GPU into OutOfMemory, which says what to do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise OutOfMemory(
+            f"{what} did not fit into the GPU's memory ({reason}): lower engine.gpu_memory_share "
+            "or engine.kv_mib, engine.max_running or engine.max_step_tokens, end what else uses "
+            "this GPU, or take a smaller model"
+        ) from None
 
 
 def rank_share(spec: ModelSpec, ranks: int) -> ModelSpec:

@@ -39,7 +39,7 @@ class LinearLayer(Protocol):
     ) -> torch.Tensor:
         """Return the layer of `rows` [T, inputs], or of `norm(rows)` where there is a norm.
 
-        `residual` [T, outputs] is added where there is one.
+        `residual` [T, outputs] is added where there is one; its memory may become the result's.
         """
         ...
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Gt, Le
 
 Count: TypeAlias = Annotated[int, Ge(1)]  #: A number of things, at least one.
 BlockTokens: TypeAlias = Literal[64, 128, 256]  #: What operators may choose from.
@@ -29,6 +29,10 @@ AttentionKernels: TypeAlias = Literal[
 #: Tokens of a KV block by default: as many as one content hash covers, so that prefixes are shared
 #: in the smallest steps; and what the C++ attention kernels know.
 BLOCK_TOKENS: Final = 64
+
+
+#: Of a KV pool whose size nobody gave, in host memory.
+DEFAULT_KV_BYTES: Final = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,9 @@ class ComputeSettings:
     #: Type of the numbers in the KV pool, on a GPU; None: the type that the model computes in.
     kv_dtype: Literal["float8_e4m3fn"] | None = None
     weights: Literal["model", "fp8"] = "model"  #: On a GPU, `fp8` quantizes them at load.
+    #: On a GPU without a given size of the KV pool: the share of the GPU's memory that weights,
+    #: steps and pool take together. Two engines on one GPU share it.
+    gpu_memory_share: Annotated[float, Gt(0), Le(1)] = 0.9
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,9 @@ class EngineOptions(ComputeSettings):
 
     model_folder: Path  #: The checkpoint, in Hugging Face format.
     dtype: Dtype = "bfloat16"  #: What the model is computed in, whatever the checkpoint has.
-    kv_bytes: int = 256 << 20  #: Of each rank's KV pool; bounds `max_model_len` (`sizing.py`).
+    #: Of each rank's KV pool; bounds `max_model_len` (`sizing.py`). None, on a GPU: what
+    #: `gpu_memory_share` leaves beside the weights and the largest step.
+    kv_bytes: int | None = DEFAULT_KV_BYTES
     max_model_len: int | None = None  #: In tokens; None: the model's, or what the pool holds.
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
     kernels: str = "auto"  #: Of a CPU: auto (the fastest that runs here) | avx512 | torch

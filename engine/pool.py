@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
 
 import torch
 
 from ..kv_transfer import KVLayout
+from ..kv_transfer.digests import Digester
 from .huge import allocate, allocate_shared
 
 
@@ -26,10 +26,9 @@ class KVPool:
     memory = "DRAM"  #: where the bytes are: DRAM | VRAM
     device = 0  #: number of the GPU; 0 for DRAM
     fd: int | None = None  #: file of the mapping if it is shared; closed with the pool
-    #: makes a checksum where the bytes are: digest(bytes of a unit, (first unit, units) of each
-    #: run, seed); None: the transfer makes it from `view`
-    digest: Callable[[int, Sequence[tuple[int, int]], int], int] | None = None
-    #: names the kind of `digest`; peers compare it, as checksums of two kinds do not match
+    #: makes checksums where the bytes are; None: the transfer makes them from `view`
+    digester: Digester | None = None
+    #: names the kind of checksums; peers compare it, as those of two kinds do not match
     digest_kind = b""
 
     def __init__(

@@ -21,6 +21,7 @@ from .backend_registry import open_backend
 from .collectives import Collectives, join_process_group
 from .model import RankModel
 from .rank_processes import (
+    AllocatePool,
     ComputeHidden,
     ComputeLogits,
     CopyBlock,
@@ -57,10 +58,14 @@ def run_follower(when_loaded: WhenLoaded | None = None) -> None:
         collectives, store, backend.collective_library, backend.collective_device(rank)
     )
     model = RankModel(options, backend, collectives)
-    if when_loaded:
-        when_loaded(model, assignment, socket.socket(fileno=assignment.control))
     report_point(store, rank, "loaded its share")
-    _carry_out(model, options.limits.block_tokens, messages)
+    first = next(messages, None)
+    if first is not None:  # else the leader is gone
+        assert isinstance(msgspec.msgpack.decode(first, type=RankMessage), AllocatePool)
+        model.allocate_pool()
+        if when_loaded:
+            when_loaded(model, assignment, socket.socket(fileno=assignment.control))
+        _carry_out(model, options.limits.block_tokens, messages)
     os._exit(0)  # the leader is gone: no collective is going to end
 
 
@@ -86,6 +91,8 @@ def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -
                 model.kv.copy_block(source, target)
             case PrepareDecode(row_limit, max_model_len, decode_block_tokens):
                 runner = model.make_decode_runner(row_limit, max_model_len, decode_block_tokens)
+            case AllocatePool():
+                raise AssertionError("this rank has allocated its pool before")
             case DecodeStep():
                 assert runner, "no PrepareDecode came before it"
                 runner.follow(message)

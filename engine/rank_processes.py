@@ -6,7 +6,8 @@ they add up or join their results within each layer.
 Life of a rank above 0:
 1. `RankProcesses.start` runs the rank program and sends a `RankAssignment` to its standard input.
 2. All ranks meet ("started"), connect (`collectives.py`), and load their shares at the same time.
-3. All ranks meet again ("loaded its share"); from then on silence is a failure.
+3. All ranks meet again ("loaded its share"); from then on silence is a failure. They try the
+   largest steps together, and allocate their KV pools (`AllocatePool`).
 4. Rank 0 broadcasts a `RankMessage` before each computation, and all ranks carry it out together.
 5. `close` ends the input, and the rank ends with it. A rank that ends or freezes earlier ends the
    replica: `broadcast`, `check_alive` and the collectives raise RankLost.
@@ -53,6 +54,10 @@ class RankAssignment(msgspec.Struct, frozen=True):
     control: int  #: file of a socket whose other end is in `RankProcesses.control_sockets`
 
 
+class AllocatePool(msgspec.Struct, frozen=True, tag=True):
+    """Size and allocate the KV pool: the first message once all ranks have loaded their shares."""
+
+
 class ComputeHidden(msgspec.Struct, frozen=True, tag=True):
     """Run the layers over these rows."""
 
@@ -90,7 +95,7 @@ class CopyBlock(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What rank 0 tells the others to do, together with it.
-RankMessage = ComputeHidden | ComputeLogits | CopyBlock | PrepareDecode | DecodeStep
+RankMessage = AllocatePool | ComputeHidden | ComputeLogits | CopyBlock | PrepareDecode | DecodeStep
 
 
 @dataclass

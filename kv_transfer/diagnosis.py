@@ -68,14 +68,20 @@ class HostEnvironment(msgspec.Struct, frozen=True):
     checksum_gib_s: float  #: of the checksum that every block gets, one core
     clock_s: float = 0.0  #: wall clock when it was asked
     took_s: float = 0.0  #: from then to the answer
+    pool_memory: str = "DRAM"  #: where the pool is: DRAM, or VRAM in a GPU
 
 
 def observe_host(
-    worker: str, transport: str = "", pool_bytes: int = 0, pids: Iterable[int] = ()
+    worker: str,
+    transport: str = "",
+    pool_bytes: int = 0,
+    pids: Iterable[int] = (),
+    *,
+    pool_memory: str = "DRAM",
 ) -> HostEnvironment:
     """Looks at this host. Takes half a second, and 128 MiB meanwhile: a memcpy is measured.
 
-    `transport` and `pool_bytes` are those of the worker; `pids` are processes of this host to try
+    `transport`, `pool_bytes` and `pool_memory` are those of the worker; `pids` are processes of this host to try
     cross-memory attach (CMA) on. Nothing is raised for what the host does not tell.
     """
     clock_s = time.time()
@@ -100,6 +106,7 @@ def observe_host(
         huge_pages=_bracketed(_read("/sys/kernel/mm/transparent_hugepage/enabled")),
         memcpy_gib_s=round(speed.memcpy(COPY_BYTES), 2),
         checksum_gib_s=round(speed.checksum(COPY_BYTES), 2),
+        pool_memory=pool_memory,
     )
     took_s = time.perf_counter() - began
     return msgspec.structs.replace(environment, clock_s=clock_s, took_s=took_s)

@@ -10,19 +10,14 @@ tokens as the smaller block of both ends has; in a pool, a block's tiles have nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
 
 from .commands import BlocksArrived, FinishPush, OfferBlocks, PushBlocks
+from .digests import DigestRequest
 from .identity import tile_seed
 from .slices import Lane, LaneEnd, LaneSide, tiles_of
 from .ticket_events import FinishTilePush, OfferTiles, PushTiles, TilesArrived
-
-#: `(bytes of a unit, runs, seed)` -> 64-bit checksum of these runs of one pool, which the callable
-#: knows. A run is (first unit, number of units). It is `identity.digest`, or one for a GPU.
-Digest: TypeAlias = Callable[[int, Sequence[tuple[int, int]], int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +68,30 @@ class OpenLane:
             exposed_s=arrived.exposed_s,
         )
 
-    def checksums(
+    def digest_request(
         self,
-        digest: Digest,
         side: LaneSide,
         tiles: list[int],
         *,
         ticket_seed: int,
         first_tile: int,
         piece: int,
-    ) -> list[int]:
-        """Checksums of a piece of `tiles`, one for each, as they lie on `side` of the lane.
+    ) -> DigestRequest:
+        """What to compute checksums of: a piece of `tiles`, as they lie on `side` of the lane.
 
         `tiles` are the ticket's tiles from `first_tile` on. The same tile has the same checksum at
         both ends: `ticket_seed` (`identity.ticket_seed`) and the tile's number within the ticket
         go into it, the place in the pool does not.
         """
-        unit_bytes = self.lane.unit_bytes
-        return [
-            digest(unit_bytes, side.runs(tile, piece), tile_seed(ticket_seed, index, piece))
-            for index, tile in enumerate(tiles, first_tile)
-        ]
+        return DigestRequest(
+            self.lane.unit_bytes,
+            first_units=[side.start(tile) for tile in tiles],
+            runs=side.tile_runs(piece),
+            seeds=[
+                tile_seed(ticket_seed, index, piece)
+                for index in range(first_tile, first_tile + len(tiles))
+            ],
+        )
 
 
 @lru_cache(maxsize=256)

@@ -24,10 +24,9 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import assert_never
 
 from . import identity, messages
@@ -46,9 +45,11 @@ from .commands import (
     TransferFailed,
     TransferOutcome,
 )
+from .devices import enter_device
+from .digests import Digester, HostDigester, StartedDigests
 from .errors import PeerLost
-from .lanes import Digest, OpenLane, lane_between
-from .slices import LaneEnd, LaneSide
+from .lanes import OpenLane, lane_between
+from .slices import Lane, LaneEnd, LaneSide
 from .statistics import TransferStatistics
 from .ticket_events import (
     CancelTicket,
@@ -69,7 +70,7 @@ from .ticket_events import (
     WriteEnded,
     WriteTiles,
 )
-from .tickets import ReceivingState, TicketReceiver, TicketSender, TicketTimeouts
+from .tickets import ReceivingState, SendingState, TicketReceiver, TicketSender, TicketTimeouts
 from .transport import (
     AdmitData,
     NotificationReceived,
@@ -114,6 +115,15 @@ class PostedWrite:
     size: int  #: In bytes.
 
 
+@dataclass(frozen=True, slots=True)
+class PendingChunk:
+    """A chunk whose checksums a device computes: it is posted, or has been verified, after that."""
+
+    action: WriteTiles | VerifyChunk
+    lane: Lane
+    started: StartedDigests
+
+
 class TransferService:
     """Moves KV blocks for one rank of a worker: `start` it, then `submit` commands of its lanes.
 
@@ -130,17 +140,17 @@ class TransferService:
         open_transport: OpenTransport,
         deliver: Callable[[TransferOutcome], None],
         timeouts: TicketTimeouts | None = None,
-        digest: Digest | None = None,
+        digester: Digester | None = None,
     ) -> None:
         """`open_transport` and `deliver` are called on the transfer thread.
 
         `agent` is this rank's name, which is never used twice. `end` says which heads the pool
         holds, and how they lie there. `compatibility` is a hash of model, numbers and format: a
-        peer with another one is refused. `digest` computes checksums where the CPU cannot read the
-        pool (`vram`); None: the CPU computes them. Raises ValueError if the pool needs one.
+        peer with another one is refused. `digester` makes checksums where the CPU cannot read the
+        pool; None: the CPU computes them. Raises ValueError if the pool needs one.
         """
-        if digest is None and pool.memory != "DRAM":
-            raise ValueError("checksums of a pool in a GPU's memory need its `digest`")
+        if digester is None and pool.memory != "DRAM":
+            raise ValueError("checksums of a pool in a GPU's memory need its `digester`")
         self.agent = agent
         self.pool = pool
         self.end = end
@@ -149,12 +159,16 @@ class TransferService:
         self.gauges = TransferStatistics()  #: what was done since the start
         self._open_transport = open_transport
         self._deliver = deliver
-        self._digest = digest or partial(identity.digest, pool.view)
+        self._digester = digester or HostDigester(pool.view)
 
         self._receiver = TicketReceiver(timeouts)
         self._sender = TicketSender(timeouts)
         self._lanes: dict[str, OpenLane] = {}  #: Of open tickets, by ticket id.
         self._writes: dict[int, PostedWrite] = {}  #: By the transport's handle.
+        self._pending: deque[PendingChunk] = deque()  #: In the order in which they were started.
+        #: Tickets that have failed here while checksums of their blocks are computed: the blocks
+        #: are freed when these are over.
+        self._freed_later: set[str] = set()
 
         self._agents: dict[str, list[str]] = {}  #: Agents that the cluster names, by worker.
         self._cards: dict[str, PeerCard] = {}  #: Their cards, by agent.
@@ -218,6 +232,7 @@ class TransferService:
 
     def _run(self) -> None:
         try:
+            enter_device(self.pool)  # before NIXL, which looks what memory the pool is
             self._transport = self._open_transport(self._admit)
             self.card = PeerCard(
                 agent=self.agent,
@@ -252,12 +267,14 @@ class TransferService:
             if self._expects_events():
                 quiet_s = time.monotonic() - last_event_s
                 spins = quiet_rounds < SPIN_ROUNDS
-                wait_s = 0.0 if spins else poll_interval_s(quiet_s, self._transport.moving)
+                moving = self._transport.moving or bool(self._pending)
+                wait_s = 0.0 if spins else poll_interval_s(quiet_s, moving)
             commands = self._take_commands(wait_s)
             if commands is None:
                 return
             events = self._transport.poll()
-            quiet_rounds = 0 if commands or events else quiet_rounds + 1
+            computed = self._take_digests()
+            quiet_rounds = 0 if commands or events or computed else quiet_rounds + 1
 
             for command in commands:
                 self._handle_command(command)
@@ -279,7 +296,7 @@ class TransferService:
             ticket.state is not ReceivingState.QUARANTINED
             for ticket in self._receiver.tickets.values()
         )
-        return bool(receives or self._sender.tickets)
+        return bool(receives or self._sender.tickets or self._pending)
 
     def _take_commands(self, wait_s: float) -> list[TransferCommand] | None:
         """Returns the queued commands, after waiting for the first at most `wait_s` seconds.
@@ -415,7 +432,10 @@ class TransferService:
                 self._deliver(action)
             case BlocksFreed(ticket_id):
                 self._lanes.pop(ticket_id, None)
-                self._deliver(action)
+                if self._is_being_verified(ticket_id):
+                    self._freed_later.add(ticket_id)
+                else:
+                    self._deliver(action)
             case TransferFailed(_, reason):
                 # "finished": the answer ended with its first token and needs no KV elsewhere.
                 if reason != "finished":
@@ -516,9 +536,17 @@ class TransferService:
     # ---- data ------------------------------------------------------------------------------------
 
     def _write(self, action: WriteTiles) -> None:
-        """Posts a write, together with the checksums of its tiles."""
+        """Posts a write once the checksums of its tiles are there, which travel with it."""
         open_lane = self._lanes[action.ticket_id]
         lane = open_lane.lane
+        started = self._start_digests(open_lane, lane.source, action.source_tiles, action)
+        checksums = self._poll_digests(started)
+        if checksums is None:
+            self._pending.append(PendingChunk(action, lane, started))
+        else:
+            self._post(action, lane, checksums)
+
+    def _post(self, action: WriteTiles, lane: Lane, checksums: list[int]) -> None:
         chunk = messages.ChunkMessage(
             action.ticket_id,
             generation=action.generation,
@@ -526,7 +554,7 @@ class TransferService:
             first_tile=action.first_tile,
             piece=action.piece,
             pieces=action.pieces,
-            checksums=self._checksums(open_lane, lane.source, action.source_tiles, action),
+            checksums=checksums,
         )
         spans = lane.spans(action.source_tiles, action.target_tiles, action.piece)
         began = time.perf_counter()
@@ -543,32 +571,86 @@ class TransferService:
         chunk = action.chunk
         open_lane = self._lanes[action.ticket_id]
         lane = open_lane.lane
-        checksums = self._checksums(open_lane, lane.target, action.tiles, chunk)
         size = len(action.tiles) * lane.piece_bytes(chunk.piece)
         self.gauges.record_received_bytes(self._receiver.tickets[action.ticket_id].peer, size)
+        started = self._start_digests(open_lane, lane.target, action.tiles, chunk)
+        checksums = self._poll_digests(started)
+        if checksums is None:
+            self._pending.append(PendingChunk(action, lane, started))
+        else:
+            self._compare(action, lane, checksums)
+
+    def _compare(self, action: VerifyChunk, lane: Lane, checksums: list[int]) -> None:
+        chunk = action.chunk
         # Both ends must also cut tiles into the same pieces: pieces are compared by number.
         ok = checksums == chunk.checksums and chunk.pieces == lane.pieces
         self._to_receiver(ChunkVerified(action.ticket_id, chunk.chunk_number, ok))
 
-    def _checksums(
+    def _start_digests(
         self,
         open_lane: OpenLane,
         side: LaneSide,
         tiles: list[int],
         chunk: WriteTiles | messages.ChunkMessage,
-    ) -> list[int]:
-        """Checksums of what a chunk writes, or has written: `tiles` of the own pool."""
+    ) -> StartedDigests:
+        """Starts the checksums of what a chunk writes, or has written: `tiles` of the own pool."""
         began = time.perf_counter()
-        checksums = open_lane.checksums(
-            self._digest,
+        request = open_lane.digest_request(
             side,
             tiles,
             ticket_seed=identity.ticket_seed(self.compatibility, chunk.ticket_id, chunk.generation),
             first_tile=chunk.first_tile,
             piece=chunk.piece,
         )
+        started = self._digester.start(request)
+        self.gauges.checksum_s += time.perf_counter() - began
+        return started
+
+    def _poll_digests(self, started: StartedDigests) -> list[int] | None:
+        began = time.perf_counter()
+        checksums = started.poll()
         self.gauges.checksum_s += time.perf_counter() - began
         return checksums
+
+    def _take_digests(self) -> bool:
+        """Goes on with the chunks whose checksums are there; returns whether there was one."""
+        taken = False
+        while self._pending:
+            chunk = self._pending[0]
+            checksums = self._poll_digests(chunk.started)
+            if checksums is None:
+                break
+            self._pending.popleft()
+            taken = True
+            if isinstance(chunk.action, WriteTiles):
+                self._write_late(chunk.action, chunk.lane, checksums)
+            else:
+                self._compare_late(chunk.action, chunk.lane, checksums)
+        return taken
+
+    def _write_late(self, action: WriteTiles, lane: Lane, checksums: list[int]) -> None:
+        """Posts a write whose checksums took a while, unless its ticket is closing by now."""
+        ticket = self._sender.tickets[action.ticket_id]  # it lives until its writes have ended
+        if ticket.state is SendingState.CLOSING:
+            self._to_sender(WriteEnded(action.ticket_id, ok=False, reason=ticket.reason))
+        else:
+            self._post(action, lane, checksums)
+
+    def _compare_late(self, action: VerifyChunk, lane: Lane, checksums: list[int]) -> None:
+        """Compares checksums that took a while, or frees the blocks of a ticket that failed."""
+        ticket_id = action.ticket_id
+        if ticket_id not in self._freed_later:
+            self._compare(action, lane, checksums)
+        elif not self._is_being_verified(ticket_id):
+            self._freed_later.discard(ticket_id)
+            self._deliver(BlocksFreed(ticket_id))
+
+    def _is_being_verified(self, ticket_id: str) -> bool:
+        """Whether a device reads blocks that a ticket has filled."""
+        return any(
+            isinstance(chunk.action, VerifyChunk) and chunk.action.ticket_id == ticket_id
+            for chunk in self._pending
+        )
 
     def _admit(self, peer: str, note: bytes) -> bool:
         """Whether the data that comes with `note` may be stored: only while its ticket is open.

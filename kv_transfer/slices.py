@@ -80,6 +80,13 @@ class LaneSide:
         """How many units a piece (or `ALL_PIECES`) of one tile has."""
         return len(self._offsets[piece])
 
+    def tile_runs(self, piece: int) -> list[tuple[int, int]]:
+        """The units of a piece of any tile, as (units behind `start`, number of contiguous units).
+
+        Their order is that of the bytes, the same at both ends of the lane.
+        """
+        return self._runs[piece]
+
     def runs(self, tile: int, piece: int) -> list[tuple[int, int]]:
         """The units of a piece of one tile, as (first unit, number of contiguous units)."""
         start = self.start(tile)

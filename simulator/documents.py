@@ -79,6 +79,7 @@ class StudyDocument(TypedDict):
     trace: str  #: its name
     requests: int  #: of the trace
     model: str  #: "": the workers have measured coefficients
+    engine: str  #: whose engine the times of the workers are, as a sentence
     fleet: str  #: as it was named, such as `H200:32`
     gpus: int  #: of CPU workers, their cores
     replicas: int

@@ -160,6 +160,14 @@ def find_model(name: str) -> ModelShape:
     return models[name]
 
 
+def engine_of(gpu: str) -> str:
+    """Return whose engine the coefficients of a replica describe, by `Hardware.gpu`."""
+    constants = load_constants()
+    if gpu in constants.gpus:
+        return str(constants.provenance["engine"])
+    return f"times are those of the workers that were measured ({gpu})"
+
+
 def derive_coefficients(
     model: ModelShape, gpu: GpuType, tp: int, overheads: Overheads
 ) -> Coefficients:

@@ -30,7 +30,7 @@ import yaml
 from .bound import RequestClasses, classify_requests, mean_request_seconds
 from .errors import SimulationError
 from .fleet import Fleet, Split
-from .hardware import Hardware
+from .hardware import Hardware, engine_of
 from .intervals import Interval, ratio_interval
 from .metrics import Slo
 from .planned_layout import (
@@ -84,6 +84,7 @@ def plan_layouts(
         "slo": demand.slo,
         "share": demand.share,
         "rate": demand.rate,
+        "engines": sorted({engine_of(option.fleet.reference.gpu) for option in options}),
         "layouts": [_layout_entry(layout) for layout in layouts],
         "best": _layout_entry(best),
         "verdict": describe_verdict(contest, comparison, demand),
@@ -395,6 +396,7 @@ def format_plan(document: dict[str, Any]) -> str:
     best = document["best"]
     lines = [
         f"trace {document['trace']}; {document['slo']}; {document['share']:.0%} in time",
+        *document["engines"],
         f"{'FLEET'.ljust(width)}  {'SPLIT':>9}  REQUESTS/S  PER GPU  IN TIME           95 %",
     ]
     for entry in entries:

@@ -53,6 +53,7 @@ def study_text(study: StudyDocument) -> str:
     lines = [
         f"trace {study['trace']}, {study['requests']} requests; {study['model']} on "
         f"{study['fleet']}; {study['slo']}; {study['seeds']} seeds, {study['dispatch']}",
+        study["engine"],
         f"bound, requests/s/GPU: {'  '.join(bounds)}",
     ]
     rows = [list(COLUMNS), *(_row(entry) for entry in study["policies"])]
@@ -187,7 +188,7 @@ def study_page(study: StudyDocument) -> str:
         f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>"
         f"<style>{STYLE}</style><h1>{title}</h1>"
         f"<p>{study['requests']} requests, {html.escape(study['slo'])}, {study['seeds']} seeds, "
-        f"{study['dispatch']}. A request is met if its first token and its gaps keep the targets, "
+        f"{study['dispatch']}; {html.escape(study['engine'])}. A request is met if its first token and its gaps keep the targets, "
         "the gap between first and second token included; refusals are misses. G90 and G99: the "
         "largest offered rate per GPU at which 90 % and 99 % are met. The bound is a fluid linear "
         "program that no policy beats on the simulated hardware.</p>"

@@ -18,6 +18,7 @@ from .documents import OWN_POLICY, Agreement, FidelityFigures, PolicyEntry, Stud
 from .errors import SimulationError
 from .exact import ExactSimulation
 from .fleet import Faults, Fleet, Split
+from .hardware import engine_of
 from .metrics import Slo, summarize
 from .search import (
     G90,
@@ -109,6 +110,7 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
         "trace": study.trace.name,
         "requests": len(study.trace.requests),
         "model": study.model,
+        "engine": engine_of(study.fleet.reference.gpu),
         "fleet": study.fleet_name,
         "gpus": study.fleet.gpus,
         "replicas": study.fleet.replicas,

@@ -9,6 +9,9 @@ fits:
 
 - `nixl (unknown)`: the kernel's counts are not known.
 - `nixl (tcp)`: half of the bytes or more came over TCP.
+- `nixl (host)`: both ends are in GPUs of one host, and the bytes came slower than memcpy's: they
+  went through the host's memory.
+- `nixl (gpu)`: both ends are in GPUs of one host, and the bytes came faster.
 - `nixl (cma)`: both ends are on one host, and the kernel and UCX_TLS permit CMA.
 - `nixl (rdma)`: both ends have an active RDMA port.
 - `nixl (other)`: anything else.
@@ -56,6 +59,7 @@ class UcxFamily(NamedTuple):
 
 
 CMA_TRANSPORTS = UcxFamily(frozenset({"cma"}), frozenset({"all", "sm", "shm"}))
+CUDA_TRANSPORTS = UcxFamily(frozenset({"cuda"}), frozenset({"all"}))
 RDMA_TRANSPORTS = UcxFamily(frozenset({"rc", "dc", "ud"}), frozenset({"all", "ib"}))
 
 
@@ -330,14 +334,16 @@ def diagnose_pair(
     return PairDiagnosis(
         source=measurement.source,
         sink=measurement.sink,
-        transport=transport_of(source, sink, measurement.over_tcp),
+        transport=transport_of(source, sink, measurement.over_tcp, gib_s=measurement.gib_s),
         gib_s=round(measurement.gib_s, 3),
         expected_gib_s=expected,
         of_expected=round(measurement.gib_s / expected, 3) if expected else None,
     )
 
 
-def transport_of(source: HostEnvironment, sink: HostEnvironment, over_tcp: float | None) -> str:
+def transport_of(
+    source: HostEnvironment, sink: HostEnvironment, over_tcp: float | None, *, gib_s: float
+) -> str:
     """Name the transport that moved the blocks, by the rules in the module's head."""
     if sink.transport != "nixl":
         return sink.transport
@@ -345,6 +351,9 @@ def transport_of(source: HostEnvironment, sink: HostEnvironment, over_tcp: float
         return "nixl (unknown)"
     if over_tcp >= TCP_SHARE:
         return "nixl (tcp)"
+    if _are_gpus_of_one_host(source, sink):
+        memcpy_gib_s = min(source.memcpy_gib_s, sink.memcpy_gib_s)
+        return "nixl (host)" if gib_s < memcpy_gib_s else "nixl (gpu)"
     if are_on_same_host(source, sink) and _cma_obstacle(source, sink) is None:
         return "nixl (cma)"
     if _active_ports(source.rdma) and _active_ports(sink.rdma):
@@ -359,6 +368,8 @@ def expected_gib_s(source: HostEnvironment, sink: HostEnvironment) -> float | No
     1 / (1/link + 1/checksum). The link is a copy of memory if both ends are on one host, else the
     slower of the two ends' best active ports: RDMA ports where both have them, else NICs.
     """
+    if _are_gpus_of_one_host(source, sink):
+        return None  # nobody knows how they are linked
     if are_on_same_host(source, sink):
         copy_share = COPY_SHARES.get(sink.transport, DEFAULT_COPY_SHARE)
         link_gib_s = min(source.memcpy_gib_s, sink.memcpy_gib_s) * copy_share
@@ -391,6 +402,11 @@ def are_on_same_host(first: HostEnvironment, second: HostEnvironment) -> bool:
     An empty `boot` is not known, and equal to none.
     """
     return bool(first.boot) and first.boot == second.boot
+
+
+def _are_gpus_of_one_host(source: HostEnvironment, sink: HostEnvironment) -> bool:
+    in_gpus = source.pool_memory == sink.pool_memory == "VRAM"
+    return in_gpus and are_on_same_host(source, sink)
 
 
 def ucx_permits(ucx_tls: str, family: UcxFamily) -> bool:
@@ -473,6 +489,10 @@ def _path_findings(
         else:
             what = f"TCP, not NIXL, ran: {cause.why}"
         yield Finding(Severity.WARNING, what, cause.remedy, where)
+    elif pair.transport == "nixl (host)":
+        cause = _host_copy_cause(environments[pair.source], environments[pair.sink])
+        what = f"KV goes from GPU to GPU through the host's memory: {cause.why}"
+        yield Finding(Severity.WARNING, what, cause.remedy, where)
     elif pair.of_expected is not None and pair.of_expected < SLOW_SHARE:
         yield Finding(
             Severity.WARNING,
@@ -481,6 +501,21 @@ def _path_findings(
             "NIC errors, and a memory node far from the NIC",
             where,
         )
+
+
+def _host_copy_cause(source: HostEnvironment, sink: HostEnvironment) -> Cause:
+    """Return why two GPUs of one host do not reach each other, as far as their hosts show it."""
+    for environment in (source, sink):
+        if not ucx_permits(environment.ucx_tls, CUDA_TRANSPORTS):
+            return Cause(
+                f"UCX_TLS={environment.ucx_tls} leaves out cuda_ipc",
+                "unset UCX_TLS, or add cuda to it, and serve again",
+            )
+    return Cause(
+        "it came slower than a copy in that memory",
+        "nvidia-smi topo -m must show a link (NV#, PIX, PXB) between the two; containers need one "
+        "IPC and PID namespace (hostIPC, hostPID); UCX_LOG_LEVEL=info says what UCX chose",
+    )
 
 
 def _fallback_cause(source: HostEnvironment, sink: HostEnvironment, transport: str) -> Cause:

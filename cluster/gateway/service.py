@@ -412,18 +412,22 @@ class GatewayService:
 
 def _ends_and_length(folder: Path, config: ClusterConfig) -> tuple[tuple[int, ...], int]:
     """The ids that end an answer, and the tokens of a prompt and its answer, at most."""
-    pool_bytes = [pool.engine.kv_mib << 20 for pool in (config.pools.prefill, config.pools.decode)]
+    pools = (config.pools.prefill, config.pools.decode)
+    # A pool that a GPU's worker sizes bounds nothing here: the worker refuses what is too long.
+    pool_bytes = [pool.engine.kv_bytes for pool in pools if pool.engine.kv_bytes is not None]
     if config.engine.kind == "vllm":
         facts = read_facts(folder)
-        pool_tokens = facts.pool_tokens(min(pool_bytes), config.model.dtype)
         limit = config.model.max_model_len or facts.max_positions
-        return facts.end_ids, min(limit, pool_tokens - config.model.block_tokens)
+        for kv_bytes in pool_bytes:
+            pool_tokens = facts.pool_tokens(kv_bytes, config.model.dtype)
+            limit = min(limit, pool_tokens - config.model.block_tokens)
+        return facts.end_ids, limit
     spec = read_spec(folder)
     layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
-    limits = [
-        context_limit(spec, layout, kv_bytes, config.model.max_model_len) for kv_bytes in pool_bytes
-    ]
-    return spec.eos_ids, min(limits)
+    limit = config.model.max_model_len or spec.max_positions
+    for kv_bytes in pool_bytes:
+        limit = min(limit, context_limit(spec, layout, kv_bytes, config.model.max_model_len))
+    return spec.eos_ids, limit
 
 
 def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimits:

@@ -16,7 +16,7 @@ from ...engine.demo import CHECKPOINT
 from ...engine.errors import EngineError
 from ...engine.memory import available_memory, weight_bytes
 from ...engine.spec import ModelSpec, read_spec
-from ..config import ClusterConfig, ConfigError
+from ..config import ClusterConfig, ConfigError, PoolConfig
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 #: What is downloaded: settings and tokenizer, weights, chat templates.
@@ -101,7 +101,7 @@ def check_memory(config: ClusterConfig, checkpoint: Checkpoint) -> None:
         model_bytes = sum(file.stat().st_size for file in files)
     pools = (config.pools.prefill, config.pools.decode)
     needed_bytes = sum(
-        pool.replicas * (model_bytes + ((pool.engine.kv_mib + WORKER_OVERHEAD_MIB) << 20))
+        pool.replicas * (model_bytes + _host_pool_bytes(pool) + (WORKER_OVERHEAD_MIB << 20))
         for pool in pools
     )
     if needed_bytes > free_bytes:
@@ -111,3 +111,8 @@ def check_memory(config: ClusterConfig, checkpoint: Checkpoint) -> None:
             f"(weights, KV pools, {WORKER_OVERHEAD_MIB} MiB each), {free_bytes >> 20} MiB are "
             "free; lower pools.*.engine.kv_mib or pools.*.replicas, or take a smaller model"
         )
+
+
+def _host_pool_bytes(pool: PoolConfig) -> int:
+    """Bytes of host memory that a worker's KV pool takes: none if it is a GPU's."""
+    return 0 if pool.engine.device == "cuda" else pool.engine.kv_bytes or 0

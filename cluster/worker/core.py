@@ -374,7 +374,10 @@ class WorkerCore:
         `pids` are processes whose memory the worker tries to reach (`process_vm_readv`).
         """
         transport = self.transfers.statistics()["transport"]
-        return diagnosis.observe_host(self.name, transport, self.engine.kv_pool.size, pids)
+        pool = self.engine.kv_pool
+        return diagnosis.observe_host(
+            self.name, transport, pool.size, pids, pool_memory=pool.memory
+        )
 
     async def probe(self, peer: str, size_limit_bytes: int) -> dict[str, Any]:
         """Move blocks of no meaning here from `peer`, as any KV, and say how that went.
@@ -522,7 +525,7 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
     return EngineOptions(
         model_folder=model,
         dtype=config.model.dtype,
-        kv_bytes=settings.kv_mib << 20,  # MiB to bytes
+        kv_bytes=settings.kv_bytes,
         max_model_len=config.model.max_model_len,
         limits=limits,
         tensor_parallel=pool.tensor_parallel,

@@ -196,7 +196,7 @@ def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) 
         open_own_transport,
         channel.send,
         TicketTimeouts(total_s=setup.timeout_s),
-        digest=pool.digest,
+        digester=pool.digester,
     )
     try:
         card = service.start()

@@ -59,7 +59,7 @@ def make_rank_services(
         open_own_transport,
         on_outcome,
         TicketTimeouts(total_s=settings.timeout_s),
-        digest=pool.digest,
+        digester=pool.digester,
     )
     services: list[RankService] = [own_service]
     for rank, control in enumerate(engine.rank_sockets, 1):

@@ -8,12 +8,14 @@ parameters were read in the versions that the README of this folder names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
 from ..attention import LayerCache
+from .layer_events import DeviceEvent
 from .varlen import Varlen
 
 #: Bytes of the workspace in which FlashInfer lays out its plans and keeps parts of results: twice
@@ -178,18 +180,31 @@ def _major() -> int:
     return torch.cuda.get_device_capability()[0]
 
 
+@dataclass(slots=True)
+class PlanSlot:
+    """A wrapper of FlashInfer with a workspace of its own, and what it was planned for last."""
+
+    wrapper: Any
+    run: Varlen | None = None
+    #: Behind the copy of the plan's page lists, which the wrapper keeps in pinned memory: the next
+    #: plan overwrites them. None: nothing is on its way.
+    copied: DeviceEvent | None = None
+
+
 class FlashInfer:
-    """FlashInfer's paged prefill wrapper, for decode too. It plans a step on the host."""
+    """FlashInfer's paged prefill wrapper, for decode too. It plans a step on the host.
+
+    A step with prompts and decoding rows has two runs, which take turns in each layer. Each kind of
+    run, and each window, has a wrapper: else every layer would plan twice.
+    """
 
     name = "flashinfer"
     graphs = False
 
     def __init__(self, module: ModuleType, device: torch.device) -> None:
-        workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        self._wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-
-        #: The run and the window of the last plan; all layers of a step with that window share it.
-        self._planned: tuple[Varlen, int | None] | None = None
+        self._module = module
+        self._device = device
+        self._slots: dict[tuple[bool, int | None], PlanSlot] = {}  #: By decode or not, and window.
 
     def __call__(
         self,
@@ -199,24 +214,59 @@ class FlashInfer:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        planned = self._planned
-        if planned is None or planned[0] is not run or planned[1] != window:
-            keys, _ = cache
-            _, kv_heads, block_tokens, _ = keys.shape
-            self._wrapper.plan(
-                *_page_lists(run.host or run, block_tokens),
-                queries.shape[1],
-                kv_heads,
-                queries.shape[2],
-                block_tokens,
-                causal=True,
-                sm_scale=scale,
-                window_left=window - 1 if window else -1,
-                q_data_type=queries.dtype,
-                kv_data_type=keys.dtype,
-            )
-            self._planned = run, window
-        return self._wrapper.run(queries, cache)
+        key = (run.max_query_rows == 1, window)
+        if key not in self._slots:
+            workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=self._device)
+            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
+            self._slots[key] = PlanSlot(wrapper)
+        slot = self._slots[key]
+        if slot.run is not run:
+            self._plan(slot, queries, cache, run, scale=scale, window=window)
+        return slot.wrapper.run(queries, cache)
+
+    def _plan(
+        self,
+        slot: PlanSlot,
+        queries: torch.Tensor,
+        cache: LayerCache,
+        run: Varlen,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """Plan all layers of a step with one run and one window."""
+        if slot.copied:
+            slot.copied.synchronize()
+        keys, _ = cache
+        _, kv_heads, block_tokens, _ = keys.shape
+        slot.wrapper.plan(
+            *_page_lists(_on_host(run), block_tokens),
+            queries.shape[1],
+            kv_heads,
+            queries.shape[2],
+            block_tokens,
+            causal=True,
+            sm_scale=scale,
+            window_left=window - 1 if window else -1,
+            q_data_type=queries.dtype,
+            kv_data_type=keys.dtype,
+        )
+        slot.run = run
+        if self._device.type == "cuda":
+            slot.copied = torch.cuda.Event()
+            slot.copied.record()
+
+
+def _on_host(run: Varlen) -> Varlen:
+    """Return a run whose tensors are the host's; where nobody has them, wait for the device."""
+    if run.host is not None:
+        return run.host
+    return replace(
+        run,
+        query_starts=run.query_starts.cpu(),
+        kv_lengths=run.kv_lengths.cpu(),
+        block_table=run.block_table.cpu(),
+    )
 
 
 def _page_lists(
@@ -225,12 +275,14 @@ def _page_lists(
     """Return the first four parameters of FlashInfer's plan, of a run on the host.
 
     These are where each sequence's rows begin, where its pages begin in the list of all pages, that
-    list, and how many tokens the last page of each sequence holds.
+    list, and how many tokens the last page of each sequence holds. Padding has no page, and no
+    token in one.
     """
     page_counts = (run.kv_lengths + block_tokens - 1) // block_tokens
     is_page = torch.arange(run.block_table.shape[1]) < page_counts[:, None]
     page_starts = torch.nn.functional.pad(page_counts.cumsum(0, dtype=torch.int32), (1, 0))
-    last_page_tokens = run.kv_lengths - (page_counts - 1) * block_tokens
+    full_pages = (page_counts - 1).clamp(min=0)
+    last_page_tokens = run.kv_lengths - full_pages * block_tokens
     return run.query_starts, page_starts, run.block_table[is_page], last_page_tokens
 
 

@@ -27,10 +27,11 @@ MODULES = {
 }
 
 #: major compute capability -> backends in order of speed there; other GPUs have Triton alone.
+#: FlashInfer is in no order until it has run here: it is taken if it is asked for by name.
 ORDER = {
     8: ("fa2", "triton"),
     9: ("fa3", "fa2", "triton"),
-    10: ("fa4", "flashinfer", "triton"),
+    10: ("fa4", "triton"),
 }
 
 #: backend -> the major compute capabilities that its kernels know. Triton knows all of them.

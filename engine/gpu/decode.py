@@ -191,8 +191,11 @@ class DecodeRunner:
         """Make the graphs of all buckets, where the device has graphs. Before the first step."""
         # all rows are padding: nothing is read, block 0 is written
         self._buffers.packed_rows.fill_(PADDING_POSITION)
-        for width in bucket_sizes(self.row_limit) if self.graphs else ():
-            stream = torch.cuda.Stream()
+        if not self.graphs:
+            return
+        # One stream for all: what is freed on a stream is used again on that stream alone.
+        stream = torch.cuda.Stream()
+        for width in bucket_sizes(self.row_limit):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._forward(width)  # compiles kernels, makes workspaces
@@ -200,7 +203,9 @@ class DecodeRunner:
             graph = torch.cuda.CUDAGraph()
             shared_pool = next(iter(self._captured.values())).pool() if self._captured else None
             # other threads of this process may use CUDA meanwhile: NCCL's, a transfer's
-            with torch.cuda.graph(graph, pool=shared_pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=shared_pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 self._forward(width)
             self._captured[width] = graph
 
@@ -214,6 +219,9 @@ class DecodeRunner:
         table = self._buffers.block_table[:width]
         ids_of_step_before = self._buffers.token_ids[(-1 - source).clamp(min=0)]
         token_ids = torch.where(source >= 0, source, ids_of_step_before)
+        # A row of NaN, such as padding may be, has an id of no token: reading its embedding would
+        # end the process's use of the GPU before the host hears of the damage.
+        token_ids = token_ids.clamp(0, self.decoder.spec.vocab - 1)
 
         table_index = (positions // self._block_tokens)[:, None]
         slot_blocks = table.gather(1, table_index)[:, 0].long()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from ...kv_transfer import KVLayout
-from ...kv_transfer.vram import DIGEST, words_digest
+from ...kv_transfer.vram import DIGEST
 from ..errors import OutOfMemory
 from ..pool import KVPool
 
@@ -33,4 +31,6 @@ class DevicePool(KVPool):
             raise OutOfMemory(f"a KV pool of {size >> 20} MiB does not fit: {error}") from None
         self.view = memoryview(b"")
         self._place(memory, layout, blocks, dtype)
-        self.digest = partial(words_digest, memory.view(torch.int64))
+        from .digest import DeviceDigester  # Triton's, which the choice of a backend does not need
+
+        self.digester = DeviceDigester(memory)

@@ -68,13 +68,16 @@ class GpuLinear(Linear):
         return self._ops.silu_mul(out) if self._gated else out
 
     def product(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return rows W^T + bias + residual, where `residual` is [T, outputs] or None."""
+        """Return rows W^T + bias + residual, where `residual` is [T, outputs] or None.
+
+        cuBLAS adds to what is in its output: the residual's own memory, which needs no copy then.
+        """
         if self._ops.exact:
             return matmul(rows, self._weight, self._bias, residual)
         if residual is None:
             return F.linear(rows, self._weight, self._bias)
-        out = torch.addmm(residual, rows, self._weight.T)
-        return out if self._bias is None else out + self._bias
+        out = residual.addmm_(rows, self._weight.T)
+        return out if self._bias is None else out.add_(self._bias)
 
 
 class GpuOps(Ops):
@@ -99,6 +102,11 @@ class GpuOps(Ops):
         setting: str,
         fp8: bool,
     ) -> None:
+        if fp8 and needs.dtype == "float32" and device.type == "cuda":
+            raise KernelUnavailable(
+                "weights in FP8 are multiplied in bfloat16 only: set model.dtype bfloat16, or "
+                "engine.weights model"
+            )
         if fp8 and needs.exact:
             raise KernelUnavailable("exact: products of FP8 weights depend on the batch")
         environment = probe_environment(device)

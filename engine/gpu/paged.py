@@ -264,6 +264,7 @@ class PagedAttention:
         self._split_count = triton.cdiv(max_len, self.split)
         self._partials = torch.empty(0)
         self._tops = torch.empty(0)
+        self._captured = False  #: True once a CUDA graph writes to the workspaces.
 
     def __call__(
         self,
@@ -392,6 +393,16 @@ class PagedAttention:
         """
         splits = row_count * queries.shape[1] * self._split_count
         if len(self._tops) < splits * 2 or self._tops.device != queries.device:
+            assert not self._captured, (
+                f"{row_count} rows need a larger workspace than a CUDA graph was captured with: "
+                "the graph would go on writing to memory that others have"
+            )
             self._partials = queries.new_empty(splits * queries.shape[2], dtype=torch.float32)
             self._tops = queries.new_empty(splits * 2, dtype=torch.float32)
+        self._captured = self._captured or _is_capturing(queries)
         return self._partials, self._tops
+
+
+def _is_capturing(queries: torch.Tensor) -> bool:
+    """Return whether what is launched now becomes part of a CUDA graph."""
+    return queries.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

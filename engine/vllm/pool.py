@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from ...kv_transfer import KVLayout
-from ...kv_transfer.lanes import Digest
+from ...kv_transfer.digests import Digester
 from ..errors import UnsupportedModel
 
 
@@ -24,7 +24,7 @@ class VllmPool:
     memory = "DRAM"
     device = 0
     fd: int | None = None  #: No other process can map it.
-    digest: Digest | None = None  #: Checksums are made from `view`, by the transfer.
+    digester: Digester | None = None  #: Checksums are made from `view`, by the transfer.
 
     def __init__(self, kv_caches: dict[str, torch.Tensor], block_tokens: int) -> None:
         """`kv_caches` has the KV of each layer, `[blocks, ...]`, in the model's order.

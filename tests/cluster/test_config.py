@@ -63,6 +63,7 @@ OTHER_VALUES = {
     "exact": True,
     "kv_dtype": "float8_e4m3fn",
     "weights": "fp8",
+    "gpu_memory_share": 0.45,
 }
 
 
@@ -74,6 +75,17 @@ def test_a_setting_of_the_scheduler_reaches_it(name: str) -> None:
 @pytest.mark.parametrize("name", [field.name for field in fields(ComputeSettings)])
 def test_a_setting_of_the_hardware_reaches_the_engine(name: str) -> None:
     assert getattr(engine_with(name), name) == OTHER_VALUES[name]
+
+
+def test_a_gpu_s_pool_is_sized_by_its_memory_unless_it_is_given() -> None:
+    def kv_bytes(**engine: object) -> int | None:
+        overrides = {f"pools.decode.engine.{name}": value for name, value in engine.items()}
+        config = load_config(None, overrides | {"kv_transfer.transport": "nixl"})
+        return engine_config(config, config.pools.decode, Path("model")).kv_bytes
+
+    assert kv_bytes() == 256 << 20
+    assert kv_bytes(device="cuda") is None
+    assert kv_bytes(device="cuda", kv_mib=1024) == 1 << 30
 
 
 def engine_with(name: str) -> EngineOptions:

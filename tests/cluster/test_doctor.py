@@ -116,7 +116,45 @@ def test_a_healthy_pair_has_no_findings_and_a_named_transport() -> None:
 def test_the_transport_that_ran_is_named(
     sink: HostEnvironment, over_tcp: float | None, name: str
 ) -> None:
-    assert transport_of(host(A, rdma=FAST), sink, over_tcp) == name
+    assert transport_of(host(A, rdma=FAST), sink, over_tcp, gib_s=5.0) == name
+
+
+def in_gpu(worker: str, **fields: object) -> HostEnvironment:
+    return host(worker, pool_memory="VRAM", **fields)
+
+
+def test_gpus_of_one_host_that_reach_each_other_are_named() -> None:
+    report = verdict(in_gpu(A), in_gpu(B), moved(gib_s=200.0))
+    assert report.pairs[0].transport == "nixl (gpu)"
+    assert report.pairs[0].expected_gib_s is None, "nobody knows how they are linked"
+    assert report.findings == []
+
+
+@pytest.mark.parametrize(
+    ("ucx_tls", "why", "remedy"),
+    [
+        ("", "slower than a copy in that memory", "nvidia-smi topo -m"),
+        ("rc,sm,tcp", "UCX_TLS=rc,sm,tcp leaves out cuda_ipc", "add cuda to it"),
+        ("cuda_ipc,cuda_copy,sm", "slower than a copy in that memory", "hostIPC"),
+        ("^cuda_ipc", "UCX_TLS=^cuda_ipc leaves out cuda_ipc", "unset UCX_TLS"),
+    ],
+)
+def test_kv_that_goes_through_the_host_s_memory_is_said_with_its_cause(
+    ucx_tls: str, why: str, remedy: str
+) -> None:
+    """UCX falls back to it without a word where a GPU cannot reach the other."""
+    report = verdict(in_gpu(A), in_gpu(B, ucx_tls=ucx_tls), moved(gib_s=4.0))
+    assert report.pairs[0].transport == "nixl (host)" and report.state == "degraded"
+    (finding,) = report.findings
+    assert finding.severity == "warning"
+    assert "from GPU to GPU through the host's memory" in finding.what and why in finding.what
+    assert remedy in finding.next
+
+
+def test_a_gpu_whose_kv_comes_over_tcp_is_said_to_use_tcp() -> None:
+    report = verdict(in_gpu(A), in_gpu(B), moved(gib_s=200.0, over_tcp=1.0))
+    assert report.pairs[0].transport == "nixl (tcp)"
+    assert "fell back to TCP" in report.findings[0].what
 
 
 @pytest.mark.parametrize(

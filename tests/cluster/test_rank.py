@@ -30,6 +30,6 @@ def test_a_ranks_checksums_are_its_pools_own(monkeypatch: pytest.MonkeyPatch) ->
     setup = rank.RankSetup("a#1", b"", "nixl", "127.0.0.1", 1.0, "secret")
     rank.RankChannel(leader, rank.MessageFromRank).send(setup)
     leader.shutdown(socket.SHUT_WR)
-    pool = SimpleNamespace(layout=None, digest=object())
+    pool = SimpleNamespace(layout=None, digester=object())
     rank.serve(pool, 1, 2, control)
-    assert opened["digest"] is pool.digest
+    assert opened["digester"] is pool.digester

@@ -222,7 +222,7 @@ def what_peers_and_the_router_ask_is_there(kit: EngineKit) -> None:
     assert pool.block_bytes == pool.layout.block_bytes
     assert pool.size >= engine.block_count * pool.block_bytes
     assert pool.memory in ("DRAM", "VRAM") and pool.base
-    assert bool(pool.digest) or pool.memory == "DRAM", "the CPU cannot check what is in a GPU"
+    assert bool(pool.digester) or pool.memory == "DRAM", "the CPU cannot check what is in a GPU"
     assert len(pool.view) in (0, pool.size)
 
 

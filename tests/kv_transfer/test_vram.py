@@ -1,14 +1,14 @@
-"""The pool in GPU memory, as far as CPU tensors show it, and on a GPU if there is one."""
+"""What a checksum of a pool in GPU memory is; and such a pool, where there is a GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 import torch
 from diptych.engine.gpu.memory import DevicePool
 from diptych.kv_transfer import KVLayout
-from diptych.kv_transfer.lanes import Digest
 from diptych.kv_transfer.service import TransferService
 from diptych.kv_transfer.slices import LaneEnd
 from diptych.kv_transfer.transports import open_transport
@@ -19,6 +19,9 @@ from .support import needs_nixl
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 RUNS = [(3, 2), (9, 1)]
+
+
+Digest = Callable[[int, Sequence[tuple[int, int]], int], int]
 
 
 def pool(seed: int = 0) -> tuple[Digest, torch.Tensor]:
@@ -63,7 +66,7 @@ def test_a_pool_that_the_cpu_cannot_read_needs_checksums_of_its_own() -> None:
     layout = KVLayout(1, 1, 32, 64, 2, "bfloat16", 1)
     memory = MemoryPool(blocks=2, block_bytes=layout.block_bytes, seed=1)
     memory.memory = "VRAM"
-    with pytest.raises(ValueError, match="need its `digest`"):
+    with pytest.raises(ValueError, match="need its `digester`"):
         TransferService("x", memory, LaneEnd(layout), b"", lambda admit: None, print)
 
 

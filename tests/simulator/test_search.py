@@ -131,11 +131,13 @@ def test_a_study_is_a_document_with_a_row_for_each_policy(study):
 def test_the_report_names_every_policy_in_text_and_html(study):
     found, _ = study
     lines = report.study_text(found).splitlines()
-    assert lines[2].split()[:2] == ["POLICY", "VARIANT"]
-    assert [line.split()[0] for line in lines[3:5]] == ["diptych", "round_robin"]
+    assert "those of vLLM" in lines[1] and "Diptych's own engine, which has not" in lines[1]
+    assert lines[3].split()[:2] == ["POLICY", "VARIANT"]
+    assert [line.split()[0] for line in lines[4:6]] == ["diptych", "round_robin"]
     page = report.study_page(found)
     assert page == report.study_page(found)  # equal study, equal file
     assert page.startswith("<!doctype html>") and page.count("<svg") == 1
+    assert "times are those of vLLM" in page
     assert "round_robin" in page and "<script" not in page and 'src="http' not in page
 
 

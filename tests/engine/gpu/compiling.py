@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from diptych.engine.gpu import elementwise, experts, fp8, matmul, paged, sampling
+from diptych.engine.gpu import digest, elementwise, experts, fp8, matmul, paged, sampling
+from diptych.kv_transfer.vram import GOLDEN, MIX
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -78,6 +79,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         experts._grouped,
         EXPERTS | {"weight": "*fp8e4nv"},
         MANY | {"ROWS": experts.FEW_ROWS, "SCALED": True},
+        4,
+    ),
+    "digest": (
+        digest._digest,
+        {"words": LONGS, "table": LONGS},
+        {"GOLDEN": GOLDEN, "MIX": MIX, "SEGMENT": digest.SEGMENT},
         4,
     ),
     "quantize": (

@@ -74,7 +74,7 @@ class Wrapper:
         Wrapper.plans += 1
         self.q_start, self.left = q_start, options["window_left"]
         counts = starts.diff()
-        self.lengths = (counts - 1) * PAGE + last
+        self.lengths = (counts - 1).clamp(min=0) * PAGE + last  # as its `get_seq_lens` does
         self.table = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32)
         for index, count in enumerate(counts.tolist()):
             self.table[index, :count] = pages[starts[index] : starts[index + 1]]
@@ -120,3 +120,75 @@ def test_flashinfer_plans_once_for_all_layers_of_a_step() -> None:
     assert layers(first, 3) == 1
     assert layers(second, 3) == 2  # another step
     assert layers(second, 1, window=4) == 3  # a layer with a window
+
+
+def test_flashinfer_plans_each_run_of_a_mixed_step_once() -> None:
+    """Prompts and decoding rows take turns in every layer."""
+    made = reference.pieces([(40, 0), (1, 64), (1, 130)], PAGE, BLOCKS)
+    cache = reference.pool(BLOCKS, KV_HEADS, PAGE, DIM)
+    q = torch.randn(42, HEADS, DIM)
+    attention = adapt_library("flashinfer", LIBRARIES["flashinfer"], CPU)
+    before = Wrapper.plans
+    runs = split_by_phase(made)
+    for _ in range(5):
+        layer = [
+            attention(q[run.first_row : run.first_row + run.row_count], cache, run, DIM**-0.5, None)
+            for run in runs
+        ]
+    assert Wrapper.plans - before == 2
+    assert reference.error(torch.cat(layer), reference.attention(q, cache, made)) < 1e-5
+
+
+def test_flashinfer_computes_a_decode_step_whose_lengths_only_the_device_has() -> None:
+    """The rows of `DecodeRunner`, two of them padding, which have neither keys nor pages."""
+    made = reference.pieces([(1, 64), (1, 130)], PAGE, BLOCKS)
+    cache = reference.pool(BLOCKS, KV_HEADS, PAGE, DIM)
+    q = torch.randn(4, HEADS, DIM)
+    (run,) = split_by_phase(made)
+    padded = Varlen(
+        first_row=0,
+        row_count=4,
+        query_starts=torch.arange(5, dtype=torch.int32),
+        kv_lengths=torch.cat([run.kv_lengths, torch.zeros(2, dtype=torch.int32)]),
+        block_table=torch.cat([run.block_table, torch.zeros_like(run.block_table)]),
+        max_query_rows=1,
+        max_kv_length=1024,
+    )
+    plans: list[tuple[list[int], list[int]]] = []
+
+    class Watched(Wrapper):
+        def plan(self, q_start, starts, pages, last, *args, **options) -> None:
+            plans.append((starts.tolist(), last.tolist()))
+            super().plan(q_start, starts, pages, last, *args, **options)
+
+    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Watched)
+    found = adapt_library("flashinfer", library, CPU)(q, cache, padded, DIM**-0.5, None)
+    assert plans == [([0, 2, 5, 5, 5], [1, 3, 0, 0])]
+    assert reference.error(found[:2], reference.attention(q[:2], cache, made)) < 1e-5
+
+
+def test_flashinfer_overwrites_no_page_lists_that_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    class Watched(Wrapper):
+        def plan(self, *args, **options) -> None:
+            order.append("plan")
+            super().plan(*args, **options)
+
+    event = SimpleNamespace(
+        record=lambda: order.append("mark"), synchronize=lambda: order.append("wait")
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Watched)
+    attention = adapt_library("flashinfer", library, CPU)
+    attention._device = SimpleNamespace(type="cuda")
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, device=None, **more: empty(*a, **more))
+    cache, q = reference.pool(BLOCKS, KV_HEADS, PAGE, DIM), torch.randn(3, HEADS, DIM)
+    made = reference.pieces([(3, 0)], PAGE, BLOCKS)
+    for _ in range(2):
+        (run,) = split_by_phase(made)
+        attention(q, cache, run, DIM**-0.5, None)
+    assert order == ["plan", "mark", "wait", "plan", "mark"]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,8 +41,7 @@ FA3 = MODULES["fa3"]
         (found(9, *FA3), NEED, "triton"),
         (found(9, *FA3, "flash_attn"), WIDE, "triton"),
         (found(10), NEED, "fa4"),
-        (found(10, "flash_attn.cute"), NEED, "flashinfer"),
-        (found(10, "flash_attn.cute", "flashinfer"), NEED, "triton"),
+        (found(10, "flash_attn.cute"), NEED, "triton"),
         (found(8), WIDE, "fa2"),
         (found(8), NEED, "triton"),
         (found(12), NEED, "triton"),
@@ -125,3 +126,15 @@ def test_an_engine_without_a_gpu_needs_no_triton() -> None:
     """It is an extra, and it has no wheel for some platforms."""
     code = "import sys; sys.modules['triton'] = None; import diptych.engine.engine"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_the_readme_says_of_each_backend_whether_it_ran() -> None:
+    page = (Path(__file__).parents[3] / "engine/gpu/README.md").read_text()
+    section = page.split("## On a GPU")[1].split("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
+    (_, heading), *lines = rows
+    assert heading == "on a GPU" and len(lines) > 10
+    for what, ran in lines:
+        assert ran == "never ran" or re.fullmatch(r"ran on .+, 20\d\d-\d\d-\d\d", ran), what
+    for name in MODULES:
+        assert sum(f"Attention by `{name}`" in what for what, _ in lines) == 1, name

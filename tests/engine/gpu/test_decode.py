@@ -80,6 +80,16 @@ def test_padding_touches_nobodys_blocks() -> None:
     assert changed == [[0, 0], [1, 1], [4, 2], [5, 3]]
 
 
+def test_a_row_that_gave_no_token_does_not_end_the_step_behind_it() -> None:
+    """NaN has no largest logit: its id is none of the vocabulary, and the host hears it late."""
+    spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
+    decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
+    runner = DecodeRunner(decoder, ops, 2, 256, 64)
+    runner._buffers.token_ids.fill_(2**31 - 1)
+    ids, peaks = runner.launch([row([1], 0, source=-1)]).read()
+    assert math.isfinite(peaks[0]) and 0 <= ids[0] < TINY["vocab"]
+
+
 class Stuck:
     """An event that is over after so many looks."""
 

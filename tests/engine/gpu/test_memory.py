@@ -6,6 +6,7 @@ import torch
 from diptych.engine.gpu.memory import DevicePool
 from diptych.engine.pool import KVPool
 from diptych.kv_transfer import KVLayout
+from diptych.kv_transfer.digests import DigestRequest
 from diptych.kv_transfer.vram import DIGEST
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,6 +33,11 @@ def test_checksums_are_made_on_the_device() -> None:
     pool.copy_block(1, 3)
     unit = LAYOUT.block_bytes
     assert pool.memory == "VRAM" and pool.digest_kind == DIGEST
-    assert pool.digest(unit, [(1, 1)], 5) == pool.digest(unit, [(3, 1)], 5)
-    assert pool.digest(unit, [(1, 1)], 5) != pool.digest(unit, [(2, 1)], 5)
-    assert KVPool.digest is None and KVPool.digest_kind == b""  # the transfer's own: of its `view`
+    started = pool.digester.start(DigestRequest(unit, [1, 3, 2], [(0, 1)], [5, 5, 5]))
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    first, copied, other = started.poll()
+    assert first == copied != other
+    assert (
+        KVPool.digester is None and KVPool.digest_kind == b""
+    )  # the transfer's own: of its `view`

@@ -97,6 +97,10 @@ class DecisionRecorder:
             decision.observed["ttft_ms"] = round(outcome.ttft_ms, 3)
         if outcome.itl_p99_ms is not None:
             decision.observed["itl_p99_ms"] = round(outcome.itl_p99_ms, 3)
+        if outcome.transfer_ms is not None:
+            decision.observed["transfer_ms"] = round(outcome.transfer_ms, 3)
+        if outcome.exposed_ms is not None:
+            decision.observed["exposed_ms"] = round(outcome.exposed_ms, 3)
 
     def _new_decision(
         self,

@@ -22,6 +22,7 @@ from . import (
     loadtest,
     render,
     roles,
+    run,
     scale,
     serve,
     simulate,
@@ -35,18 +36,19 @@ app = typer.Typer(
     name="diptych",
     help="Serves open-weight LLMs from a cluster that separates prefill from decode.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 app.command()(serve.serve)
 app.command()(install_engine.install_engine)
 app.command()(chat.chat)
+app.command()(run.run)
 app.command()(status.status)
 app.command()(top.top)
 app.command()(doctor.doctor)
 app.command()(scale.scale)
 app.command()(roles.drain)
+app.command()(roles.undrain)
 app.command()(roles.flip)
 app.command()(explain.explain)
 app.command()(explain.replay)

@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from .common import check_output, fail, interrupt_on, table_lines
+from .progress import step_progress
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 #: The engine's table has three groups of columns; those of PEER_COLUMNS are shown only in a
@@ -111,7 +112,8 @@ def _measure_engine(model: str, options: dict[str, Any]) -> dict[str, Any]:
     try:
         with checkpoint(model) as folder:
             bench_options = EngineBenchOptions(model=folder, **options)
-            result = run(bench_options, lambda line: typer.echo(line, err=True))
+            with step_progress("measuring") as report:
+                result = run(bench_options, report)
     except (EngineBenchError, EngineError) as error:
         fail(str(error))
     except KeyboardInterrupt:

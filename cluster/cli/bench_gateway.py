@@ -10,6 +10,7 @@ import typer
 
 from .bench import checkpoint, numbers
 from .common import check_output, fail, interrupt_on, table_lines
+from .progress import step_progress
 
 PROXIES = ("none", "haproxy", "python")  #: What stands between clients and the gateway.
 #: MODE is paced (each stream gets tokens at a fixed rate) or flat (as fast as they go). The columns
@@ -47,7 +48,8 @@ def gateway(
             model=folder, proxies=proxies, streams=stream_counts, seconds=seconds, slow=slow
         )
         try:
-            result = run(options, lambda line: typer.echo(line, err=True))
+            with step_progress("measuring") as report:
+                result = run(options, report)
         except KeyboardInterrupt:
             fail("interrupted", 130)
     typer.echo(json.dumps(result, indent=2) if output == "json" else table(result))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import check_output, fail, interrupt_on
+from .progress import step_progress
 
 if TYPE_CHECKING:
     from ..bench.live.cells import LiveOptions
@@ -137,7 +138,8 @@ def _run(
         facts=machine_facts(options, python),
         plan_picks="plan" in names and options.table == LiveTable.SLO,
     )
-    return run(live_run, lambda line: typer.echo(line, err=True))
+    with step_progress("measuring") as report:
+        return run(live_run, report)
 
 
 def _options(values: dict[str, Any], model: Path) -> LiveOptions:

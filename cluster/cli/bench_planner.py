@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import check_output, fail
+from .progress import step_progress
 from .simulate import (
     JobsOption,
     ModelOption,
     OutputOption,
     SloOption,
     available_cores,
-    report_progress,
 )
 
 if TYPE_CHECKING:
@@ -52,13 +52,14 @@ def planner(
         # A flip changes a worker's role on its GPU: with two types, splits could not be compared.
         if first_split.replicas != gpus.replicas or len(gpus.pools) > 1:
             fail(f"--split {split}: {fleet} is {gpus.replicas} replicas of one type", 2)
-        runs = compare(
-            Case(loaded_trace, gpus, Slo.parse(slo, gpus.reference)),
-            first_split,
-            rate or loaded_trace.rate,
-            jobs=jobs or available_cores(),
-            report_progress=report_progress,
-        )
+        with step_progress("comparing") as report:
+            runs = compare(
+                Case(loaded_trace, gpus, Slo.parse(slo, gpus.reference)),
+                first_split,
+                rate or loaded_trace.rate,
+                jobs=jobs or available_cores(),
+                report_progress=report,
+            )
     except SimulationError as error:
         fail(str(error), 2)
     except KeyboardInterrupt:

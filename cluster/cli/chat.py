@@ -1,77 +1,112 @@
-"""`diptych chat`: ask, stream the answer, then show route, TTFT and ITL."""
+"""`diptych chat`: a dialogue with the served model; shows route, TTFT and ITL of each answer.
+
+On a terminal the lines are typed into `prompt.py`. Without one they come from stdin as they are,
+and the output has no colours. `answer.py` asks; this file keeps the dialogue.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Protocol
 
 import httpx
 import typer
 
-from .common import (
-    DEFAULT_ENDPOINT,
-    NO_ANSWER,
-    ApiKey,
-    Endpoint,
-    check_output,
-    error_message,
-    fail,
-    unreachable,
+from .answer import (
+    INTERRUPTED,
+    AnswerError,
+    ChatOptions,
+    ChatTurn,
+    PieceSink,
+    ask,
+    connect,
+    new_turn,
+    no_piece,
+    read_files,
 )
+from .common import HERE, NO_ANSWER, ApiKey, Endpoint, check_output, fail
+from .terminal import AnswerWriter, dimmed, printable
 
-READ_TIMEOUT_S = 120.0  #: Between two pieces of an answer.
-CONNECT_TIMEOUT_S = 10.0
-EVENT_PREFIX = "data: "
-LAST_EVENT = "data: [DONE]"  #: OpenAI's mark of the stream's end, which is no JSON.
+HELP = """\
+/route        which workers served the last answer, and what was cached of its prompt
+/stats        times and tokens of the last answer, and of the dialogue
+/model        which models are served; /model NAME goes on with that one
+/save FILE    write the dialogue into a file, as Markdown, or JSON if the name ends in .json
+/help         this list
+/exit         end; so does ^D
+
+Alt-Enter, or a backslash at the end of a line, begins another line. ^C stops an answer."""
+#: A line is a command if it begins so; "/etc/hosts: what is that?" is a question.
+COMMAND = re.compile(r"/([a-z]+)(?:\s+(\S.*))?\s*")
+LIST_TIMEOUT_S = 10.0  #: For the gateway to list its models.
+
+
+class Prompt(Protocol):
+    """Where the user's lines come from."""
+
+    def read(self) -> str:
+        """Return the next message, without the space around it.
+
+        Raises EOFError at the end, and KeyboardInterrupt on ^C.
+        """
+
+
+class StdinPrompt:
+    """Reads a message a line, as from a pipe; a backslash at the end of a line adds the next."""
+
+    def read(self) -> str:
+        lines: list[str] = []
+        while True:
+            line = sys.stdin.readline()
+            if not line and not lines:
+                raise EOFError
+            text = line.rstrip("\n")
+            lines.append(text.removesuffix("\\"))
+            if not text.endswith("\\"):
+                return "\n".join(lines).strip()
 
 
 @dataclass(slots=True)
-class ChatTurn:
-    """One answer as it arrived."""
+class Dialogue:
+    """The messages so far, and what the slash commands tell of them."""
 
-    #: When the question was sent, by the monotonic clock.
-    sent_at: float
-    text: str = ""
-    #: The workers that served the request, the prefill worker first, separated by commas.
-    route: str = ""
-    #: Of the prompt, the tokens that were cached.
-    hit_tokens: int = 0
-    usage: dict[str, Any] = field(default_factory=dict)  #: OpenAI's; it comes with the last event.
-    #: Empty while the answer is incomplete.
-    finish_reason: str = ""
-    #: When each piece of text arrived, by the monotonic clock.
-    arrivals: list[float] = field(default_factory=list)
+    client: httpx.Client
+    options: ChatOptions
+    #: OpenAI's messages, the system prompt first if there is one.
+    messages: list[dict[str, str]] = field(default_factory=list)
+    #: The whole answers, and those that ^C stopped.
+    turns: list[ChatTurn] = field(default_factory=list)
+    #: What goes before the next question: the text of the files of `--file`.
+    prefix: str = ""
+    #: Files that `/save` wrote, and may write again.
+    saved_files: set[Path] = field(default_factory=set)
 
-    @property
-    def ttft_ms(self) -> float | None:
-        """The time to the first piece of text, in milliseconds; None before it."""
-        if not self.arrivals:
-            return None
-        return round((self.arrivals[0] - self.sent_at) * 1e3, 1)
+    def ask(self, question: str, sink: PieceSink) -> ChatTurn:
+        """Return the answer to the question, which has then become part of the dialogue.
 
-    @property
-    def itl_ms(self) -> float | None:
-        """The mean gap between two pieces, in milliseconds; None of fewer than two pieces."""
-        gap_count = len(self.arrivals) - 1
-        if gap_count < 1:
-            return None
-        return round((self.arrivals[-1] - self.arrivals[0]) / gap_count * 1e3, 2)
+        Raises AnswerError; the question is then forgotten. KeyboardInterrupt passes through: the
+        question stays with what had arrived of its answer, if something had.
+        """
+        turn = new_turn()
+        user_message = {"role": "user", "content": self.prefix + question}
+        try:
+            ask(self.client, self.options.body([*self.messages, user_message]), turn, sink)
+        except KeyboardInterrupt:
+            if turn.text:
+                self._add(user_message, turn)
+            raise
+        self._add(user_message, turn)
+        return turn
 
-    def summary(self) -> dict[str, Any]:
-        """Return what `-o json` prints."""
-        return {
-            "text": self.text,
-            "finish_reason": self.finish_reason,
-            "route": self.route,
-            "ttft_ms": self.ttft_ms,
-            "itl_ms": self.itl_ms,
-            "prefix_hit_tokens": self.hit_tokens,
-            "usage": self.usage,
-        }
+    def _add(self, user_message: dict[str, str], turn: ChatTurn) -> None:
+        self.prefix = ""
+        self.messages += [user_message, {"role": "assistant", "content": turn.text}]
+        self.turns.append(turn)
 
 
 def chat(
@@ -80,100 +115,221 @@ def chat(
     ] = None,
     model: Annotated[str, typer.Option(help="Model name. Default: the served one.")] = "",
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(help="Its text goes before the first question; may be given again."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     output: Annotated[str, typer.Option("-o", "--output", help="text or json")] = "text",
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    endpoint: Endpoint = HERE,
     token: ApiKey = "",
 ) -> None:
     """Chat with the served model; shows route, TTFT and ITL after each answer."""
     check_output(output, "text", "json")
+    prefix = read_files(file or [])
     messages = [{"role": "system", "content": system}] if system else []
-    client = _connect(endpoint, token)
-    for text in [question] if question else _typed_lines():
-        messages.append({"role": "user", "content": text})
-        body: dict[str, Any] = {"model": model, "messages": messages}
-        if max_tokens is not None:
-            body["max_tokens"] = max_tokens
-        if temperature is not None:
-            body["temperature"] = temperature
-        turn = _ask(client, body, echo=output == "text")
-        messages.append({"role": "assistant", "content": turn.text})
-        typer.echo(json.dumps(turn.summary()) if output == "json" else _describe(turn))
+    dialogue = Dialogue(
+        client=connect(endpoint, token),
+        options=ChatOptions(model=model, max_tokens=max_tokens, temperature=temperature),
+        messages=messages,
+        prefix=prefix,
+    )
+    if question:
+        _answer_once(dialogue, question, output)
+        return
+    _converse(dialogue, _prompt(output), output)
 
 
-def _connect(endpoint: str, token: str) -> httpx.Client:
-    """Return a connected client, so that the first TTFT is the server's alone."""
-    timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
-    headers = {"authorization": f"Bearer {token}"} if token else {}
+def _answer_once(dialogue: Dialogue, question: str, output: str) -> None:
+    """Print the answer to one question. What goes wrong ends the command."""
+    writer = _writer(output)
     try:
-        client = httpx.Client(base_url=endpoint, headers=headers, timeout=timeout)
-        client.get("/health")
-    except NO_ANSWER as error:
-        unreachable(endpoint, error)
-    return client
+        turn = dialogue.ask(question, _sink(writer))
+    except AnswerError as error:
+        writer.end()
+        fail(str(error))
+    except KeyboardInterrupt:
+        writer.end()
+        raise typer.Exit(INTERRUPTED) from None
+    writer.end()
+    _print_turn(turn, output)
 
 
-def _typed_lines() -> Iterator[str]:
-    """Yield what the user types, until ^C or ^D."""
+def _converse(dialogue: Dialogue, prompt: Prompt, output: str) -> None:
+    """Ask what the prompt reads until its end. An error is a sentence, and the dialogue goes on."""
+    for message in _messages(prompt):
+        command = COMMAND.fullmatch(message)
+        if command:
+            if command[1] == "exit":
+                return
+            typer.echo(_run_command(dialogue, command[1], command[2] or ""))
+            continue
+        writer = _writer(output)
+        try:
+            turn = dialogue.ask(message, _sink(writer))
+        except AnswerError as error:
+            writer.end()
+            typer.echo(f"diptych: {error}", err=True)
+        except KeyboardInterrupt:
+            writer.end()
+            if not sys.stdin.isatty():
+                raise typer.Exit(INTERRUPTED) from None
+            typer.echo(dimmed("stopped"))
+        else:
+            writer.end()
+            _print_turn(turn, output)
+
+
+def _messages(prompt: Prompt) -> Iterator[str]:
+    """Yield what the user says, until ^D; ^C forgets the line."""
     while True:
         try:
-            line = input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            typer.echo()
+            message = prompt.read()
+        except EOFError:
             return
-        if line:
-            yield line
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise typer.Exit(INTERRUPTED) from None
+            continue
+        if message:
+            yield message
 
 
-def _ask(client: httpx.Client, body: dict[str, Any], *, echo: bool) -> ChatTurn:
-    """Return the whole answer; with `echo` its text is printed as it arrives."""
-    turn = ChatTurn(sent_at=time.monotonic())
-    streamed_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-    try:
-        with client.stream("POST", "/v1/chat/completions", json=streamed_body) as response:
-            if response.is_error:
-                content = response.read()
-                fail(error_message(content) or f"HTTP {response.status_code}")
-            turn.route = response.headers.get("x-route", "")
-            turn.hit_tokens = int(response.headers.get("x-prefix-hit-tokens", 0))
-            for line in response.iter_lines():
-                if line.startswith(EVENT_PREFIX) and line != LAST_EVENT:
-                    _add_event(turn, json.loads(line.removeprefix(EVENT_PREFIX)), echo=echo)
-    except NO_ANSWER as error:
-        unreachable(str(client.base_url), error)
-    if echo:
-        sys.stdout.write("\n")
-    if not turn.finish_reason:
-        fail("the answer broke off before its end")
-    return turn
+def _prompt(output: str) -> Prompt:
+    """Return the prompt of a terminal if the user has one, and wants no JSON."""
+    if output == "json" or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return StdinPrompt()
+    # prompt_toolkit is imported for a terminal alone.
+    from .prompt import TerminalPrompt
+
+    typer.echo(dimmed("/help lists the commands; ^D ends"))
+    return TerminalPrompt()
 
 
-def _add_event(turn: ChatTurn, event: dict[str, Any], *, echo: bool) -> None:
-    """Add a chunk of the stream to the answer. Fails if it is the error that breaks the answer off.
+def _writer(output: str) -> AnswerWriter:
+    return AnswerWriter(sys.stdout, silent=output == "json")
 
-    A chunk with empty text counts as no arrival.
-    """
-    if "error" in event:
-        fail(event["error"]["message"])
-    turn.usage = event.get("usage") or turn.usage
-    for choice in event["choices"]:
-        text = choice["delta"].get("content") or ""
-        if text:
-            turn.arrivals.append(time.monotonic())
-            turn.text += text
-            if echo:
-                sys.stdout.write(text)
-                sys.stdout.flush()
-        turn.finish_reason = choice["finish_reason"] or turn.finish_reason
+
+def _sink(writer: AnswerWriter) -> PieceSink:
+    """Return the sink of an answer; thinking is shown where it can be told from the answer."""
+    if not writer.styled:
+        return PieceSink(writer.text, no_piece)
+    return PieceSink(writer.text, writer.reasoning)
+
+
+def _print_turn(turn: ChatTurn, output: str) -> None:
+    """Print what is to be said below an answer."""
+    if output == "json":
+        typer.echo(json.dumps(turn.summary()))
+        return
+    typer.echo(f"\n{dimmed(_describe(turn))}")
 
 
 def _describe(turn: ChatTurn) -> str:
-    """Return the line below an answer; without usage, pieces of text are counted as tokens."""
+    """Return the line below an answer."""
     route = turn.route.replace(",", " -> ")
-    itl = "-" if turn.itl_ms is None else f"{turn.itl_ms:.1f} ms"
-    tokens = turn.usage.get("completion_tokens", len(turn.arrivals))
     return (
-        f"\n{route}   TTFT {turn.ttft_ms} ms   ITL {itl}   "
-        f"{tokens} tokens   prefix hit {turn.hit_tokens}"
+        f"{route}   TTFT {_ms(turn.ttft_ms, 1)}   ITL {_ms(turn.itl_ms, 1)}   "
+        f"{turn.tokens} tokens   prefix hit {turn.hit_tokens}"
     )
+
+
+def _ms(value: float | None, digits: int) -> str:
+    """Return milliseconds, or a dash where nothing was measured."""
+    return "-" if value is None else f"{value:.{digits}f} ms"
+
+
+# ---- slash commands ------------------------------------------------------------------------------
+
+
+def _run_command(dialogue: Dialogue, name: str, argument: str) -> str:
+    """Return what a slash command says."""
+    match name:
+        case "help":
+            return HELP
+        case "route":
+            return _describe_route(dialogue.turns)
+        case "stats":
+            return _describe_stats(dialogue.turns)
+        case "model":
+            return _choose_model(dialogue, argument)
+        case "save":
+            return _save(dialogue, argument)
+        case _:
+            return f"/{name} is no command; /help lists them"
+
+
+def _describe_route(turns: list[ChatTurn]) -> str:
+    """Return who served the last answer, and the command that says why."""
+    if not turns:
+        return "no answer yet"
+    turn = turns[-1]
+    prompt_tokens = turn.usage.get("prompt_tokens", "?")
+    return (
+        f"{turn.route.replace(',', ' -> ') or 'the server does not say'}; "
+        f"{turn.hit_tokens} of {prompt_tokens} prompt tokens were cached\n"
+        f"why: diptych explain {turn.request_id}"
+    )
+
+
+def _describe_stats(turns: list[ChatTurn]) -> str:
+    """Return times and tokens of the last answer and of all."""
+    if not turns:
+        return "no answer yet"
+    total_tokens = sum(turn.tokens for turn in turns)
+    prompt_tokens = sum(turn.usage.get("prompt_tokens", 0) for turn in turns)
+    hit_tokens = sum(turn.hit_tokens for turn in turns)
+    return (
+        f"last: {_describe(turns[-1])}\n"
+        f"all:  {len(turns)} answers, {total_tokens} tokens; "
+        f"{hit_tokens} of {prompt_tokens} prompt tokens were cached"
+    )
+
+
+def _choose_model(dialogue: Dialogue, name: str) -> str:
+    """Return the models that are served, or go on with the model of that name."""
+    try:
+        response = dialogue.client.get("/v1/models", timeout=LIST_TIMEOUT_S)
+        served = [str(model["id"]) for model in response.json()["data"]]
+    except (*NO_ANSWER, ValueError, KeyError, TypeError):
+        return "the gateway does not say which models it serves"
+    if not name:
+        current = dialogue.options.model or served[0]
+        return "\n".join(f"{'*' if model == current else ' '} {model}" for model in served)
+    if name not in served:
+        return f"{name} is not served; these are: {', '.join(served)}"
+    dialogue.options = ChatOptions(
+        model=name,
+        max_tokens=dialogue.options.max_tokens,
+        temperature=dialogue.options.temperature,
+    )
+    return f"the next answers are {name}'s"
+
+
+def _save(dialogue: Dialogue, name: str) -> str:
+    """Write the dialogue into a file, and return what was written.
+
+    A file that another program made is left alone.
+    """
+    if not name:
+        return "/save needs the name of a file"
+    file = Path(name).expanduser()
+    mode = "w" if file in dialogue.saved_files else "x"
+    try:
+        with file.open(mode) as stream:
+            stream.write(_document(dialogue.messages, as_json=file.suffix == ".json"))
+    except FileExistsError:
+        return f"{file} is there already: give another name"
+    except OSError as error:
+        return f"cannot write {file}: {error.strerror}"
+    dialogue.saved_files.add(file)
+    return f"wrote {file}"
+
+
+def _document(messages: list[dict[str, Any]], *, as_json: bool) -> str:
+    """Return the dialogue as a document."""
+    if as_json:
+        return json.dumps(messages, indent=2) + "\n"
+    parts = [f"**{message['role']}**\n\n{printable(message['content'])}\n" for message in messages]
+    return "\n".join(parts)

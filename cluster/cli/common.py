@@ -14,8 +14,17 @@ from urllib.parse import quote
 import httpx
 import typer
 
+from .running import RunningCluster, running_clusters
+
+HERE = ""  #: In place of a URL: that of the cluster that runs on this machine.
 Endpoint = Annotated[
-    str, typer.Option("--endpoint", envvar="DIPTYCH_ENDPOINT", help="The gateway's URL.")
+    str,
+    typer.Option(
+        "--endpoint",
+        envvar="DIPTYCH_ENDPOINT",
+        help="The gateway's URL. Default: the cluster that runs here.",
+        show_default=False,
+    ),
 ]
 ApiKey = Annotated[
     str, typer.Option("--token", envvar="DIPTYCH_TOKEN", help="The API key, if one is needed.")
@@ -27,7 +36,13 @@ Token = Annotated[
     str, typer.Option("--token", envvar="DIPTYCH_ADMIN_TOKEN", help="The admin key, if it has one.")
 ]
 AdminUrl = Annotated[
-    str, typer.Option("--admin", envvar="DIPTYCH_ADMIN", help="The admin URL (Control's).")
+    str,
+    typer.Option(
+        "--admin",
+        envvar="DIPTYCH_ADMIN",
+        help="The admin URL (Control's). Default: the cluster that runs here.",
+        show_default=False,
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it would do, and do nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done, or after 15 minutes.")]
@@ -73,10 +88,15 @@ def save(file: Path, text: str) -> None:
         fail(f"cannot write {file}: {error.strerror}")
 
 
+def no_gateway(endpoint: str, error: Exception) -> str:
+    """Return the sentence that no gateway answers."""
+    reason = str(error) or type(error).__name__
+    return f"no gateway at {endpoint} ({reason}); start one with: diptych serve"
+
+
 def unreachable(endpoint: str, error: Exception) -> NoReturn:
     """Fail because no gateway answers."""
-    reason = str(error) or type(error).__name__
-    fail(f"no gateway at {endpoint} ({reason}); start one with: diptych serve")
+    fail(no_gateway(endpoint, error))
 
 
 def interrupt_on(*signals: signal.Signals) -> None:
@@ -94,17 +114,55 @@ def error_message(body: bytes) -> str:
     return message
 
 
+# ---- clusters of this machine --------------------------------------------------------------------
+
+
+def gateway_url(endpoint: str) -> str:
+    """Return the endpoint, or for `HERE` the gateway of the cluster that runs on this machine."""
+    if endpoint != HERE:
+        return endpoint
+    cluster = _cluster_here("--endpoint", "DIPTYCH_ENDPOINT")
+    return cluster.http if cluster else DEFAULT_ENDPOINT
+
+
+def admin_url(admin: str) -> str:
+    """Return the URL, or for `HERE` Control's of the cluster that runs on this machine."""
+    if admin != HERE:
+        return admin
+    cluster = _cluster_here("--admin", "DIPTYCH_ADMIN")
+    return cluster.admin if cluster else DEFAULT_ADMIN
+
+
+def _cluster_here(option: str, variable: str) -> RunningCluster | None:
+    """Return the one cluster that runs on this machine; None if none does that is known of.
+
+    One may run all the same behind the default addresses: in a container, or for another user.
+    Fails, and lists them, if several run.
+    """
+    clusters = running_clusters()
+    if len(clusters) > 1:
+        listed = "\n".join(
+            f"  {cluster.model}: {option} "
+            f"{cluster.http if option == '--endpoint' else cluster.admin}   (pid {cluster.pid})"
+            for cluster in clusters
+        )
+        fail(f"{len(clusters)} clusters run here; say which one, or set {variable}:\n{listed}", 2)
+    return clusters[0] if clusters else None
+
+
 # ---- Control -------------------------------------------------------------------------------------
 
 
 class AdminClient:
-    """Control's admin API over HTTP, at `url`; `token` is the admin key, empty if none is needed.
+    """Control's admin API over HTTP; `token` is the admin key, empty if none is needed.
+
+    `url` may be `HERE`.
 
     Every failure ends the command with one sentence.
     """
 
     def __init__(self, url: str, token: str) -> None:
-        self.url = url.rstrip("/")  #: Paths of the API begin with a slash.
+        self.url = admin_url(url).rstrip("/")  #: Paths of the API begin with a slash.
         self.headers = {"authorization": f"Bearer {token}"} if token else {}
 
     def get(self, path: str) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, fail
+from .common import HERE, AdminClient, AdminUrl, Token, fail
 
 if TYPE_CHECKING:
     from ..config import ClusterConfig
@@ -26,7 +26,7 @@ Override = Annotated[
 def show(
     file: Annotated[Path | None, typer.Argument(help="cluster.yaml; else the running one.")] = None,
     override: Override = None,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Every value, and where it comes from: the file, --set or the default."""
@@ -70,6 +70,14 @@ def schema() -> None:
 
 
 @app.command()
+def reference() -> None:
+    """All settings with their defaults and what they mean, as Markdown (docs/settings.md)."""
+    from .settings import reference
+
+    typer.echo(reference(), nl=False)
+
+
+@app.command()
 def diff(old: File, new: File) -> None:
     """What differs between two files, defaults included. Exit code 1 if something does."""
     old_values = _flat_config(old, {})
@@ -97,7 +105,9 @@ def _load(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     try:
         return load_config(file, overrides)
     except ConfigError as error:
-        fail(str(error))
+        from .settings import with_suggestions
+
+        fail(with_suggestions(str(error)))
 
 
 def _parse_overrides(pairs: list[str] | None) -> dict[str, Any]:

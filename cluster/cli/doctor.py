@@ -11,7 +11,7 @@ import httpx
 import typer
 
 from .common import (
-    DEFAULT_ADMIN,
+    HERE,
     NO_ANSWER,
     AdminClient,
     AdminUrl,
@@ -36,7 +36,7 @@ def doctor(
     mib: Annotated[
         int, typer.Option(min=1, max=1024, help="MiB that one transfer moves, at most.")
     ] = 64,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Move KV blocks between the workers; name the transport that ran, its speed, what is wrong.

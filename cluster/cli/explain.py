@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, check_output, fail
+from .common import HERE, AdminClient, AdminUrl, Token, check_output, fail
+
+if TYPE_CHECKING:
+    from ...router.events import RouterEvent
+    from ...router.replay import LogHead
 
 #: How a decision came about, by its kind: "it" is the request. Other kinds say it by their name.
 KIND_MEANINGS = {"push": "it chose its worker", "pull": "a worker with credit chose it"}
@@ -19,7 +23,7 @@ Output = Annotated[str, typer.Option("-o", "--output", help="text or json")]
 def explain(
     request_id: Annotated[str, typer.Argument(help="As in x-request-id, or an answer's id.")],
     output: Output = "text",
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Why a request went where it went: who waited, the candidates, prediction and outcome."""
@@ -107,21 +111,23 @@ def _ms(seconds: float) -> str:
 
 
 def replay(
-    log: Annotated[Path, typer.Argument(help="A router's log: see router.log_folder.")],
+    log: Annotated[
+        Path,
+        typer.Argument(help="A router's log, or the folder of its logs: see router.log_folder."),
+    ],
     policy: Annotated[str, typer.Option(help="The policy to compare with.")] = "min_ttft",
     output: Output = "text",
 ) -> None:
     """Run a router's log through another policy, with the very code that serves."""
     from ...router.policies import POLICIES
-    from ...router.replay import LogError, read
+    from ...router.replay import LogError
     from ...router.replay import replay as run
 
     check_output(output, "text", "json")
     if policy not in POLICIES:
         fail(f"--policy {policy}: expected one of {', '.join(POLICIES)}", 2)
     try:
-        with log.open("rb") as lines:
-            comparison = run(read(lines), policy)
+        comparison = run(_logged_events(log), policy)
     except (OSError, LogError) as error:
         fail(f"cannot replay {log}: {error}")
     if output == "json":
@@ -142,3 +148,26 @@ def replay(
     for policy_name, values in comparison.policies.items():
         cells = "".join(f"{values.get(column, 0):>14g}" for column in columns)
         typer.echo(f"{policy_name:28}{cells}")
+
+
+def _logged_events(log: Path) -> Iterator[tuple[float, LogHead | RouterEvent]]:
+    """Yield what is in a router's log; of a folder, what is in its older and in its newer file.
+
+    Each file begins with the state of the router as it was, so the newer one goes on where the
+    older one ends. Raises OSError, and LogError.
+    """
+    from ...router.replay import LogError, read
+    from ..event_log import FILE_NAME, OLD_SUFFIX
+
+    files = [log]
+    if log.is_dir():
+        newer = log / FILE_NAME
+        files = [file for file in (newer.with_suffix(OLD_SUFFIX), newer) if file.exists()]
+    if not files:
+        raise LogError(f"there is no {FILE_NAME} in this folder")
+    for file in files:
+        with file.open("rb") as lines:
+            try:
+                yield from read(lines)
+            except LogError as error:
+                raise LogError(f"{file.name}, {error}") from None

@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import (
-    DEFAULT_ENDPOINT,
+    HERE,
     Endpoint,
+    admin_url,
     check_output,
     check_writable,
     fail,
+    gateway_url,
     interrupt_on,
     save,
 )
@@ -123,7 +125,7 @@ def loadtest(
     duration: Duration = "60s",
     slo: Slo = "ttft=2s,itl=200ms",
     gate: Gates = None,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    endpoint: Endpoint = HERE,
     laptop: Laptop = False,
     grpc: Grpc = "",
     model: Model = "",
@@ -223,7 +225,7 @@ def _target(options: dict[str, Any]) -> Iterator[LoadTarget]:
     if not options["laptop"]:
         if options["grpc"] == "auto":
             fail("--grpc auto needs --laptop: give HOST:PORT of the endpoint's gRPC API", 2)
-        yield LoadTarget(options["endpoint"])
+        yield _given_target(options)
         return
     from ...loadtests.errors import LoadError
     from ...loadtests.laptop import cluster
@@ -240,6 +242,14 @@ def _target(options: dict[str, Any]) -> Iterator[LoadTarget]:
             typer.echo("stopping the cluster", err=True)
     except LoadError as error:
         fail(str(error))
+
+
+def _given_target(options: dict[str, Any]) -> LoadTarget:
+    """Return the endpoint of the options; of the cluster that runs here, its Control, too."""
+    url = gateway_url(options["endpoint"])
+    if options["endpoint"] == HERE and not options["admin"]:
+        return LoadTarget(url, {"admin": admin_url(HERE)})
+    return LoadTarget(url)
 
 
 def _locust_command(plan: LoadPlan, target: LoadTarget, options: dict[str, Any]) -> list[str]:

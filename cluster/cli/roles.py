@@ -1,4 +1,4 @@
-"""`diptych drain` and `diptych flip`: whether workers get requests, and in which role they work."""
+"""`diptych drain`, `undrain` and `flip`: whether workers get requests, and in which role they work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, DryRun, Token, Wait, fail
+from .common import HERE, AdminClient, AdminUrl, DryRun, Token, Wait, fail
 
 Replica = Annotated[
     str | None,
@@ -30,7 +30,7 @@ def drain(
     force: Annotated[bool, typer.Option("--force", help="Even if nobody else can serve.")] = False,
     wait: Wait = False,
     dry_run: DryRun = False,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Give a worker no new requests. Those that it has end there, or with --hand-over elsewhere."""
@@ -61,7 +61,7 @@ def drain(
     typer.echo(f"{verb} {', '.join(drained) or 'nobody'}{suffix}")
     if not dry_run and not undo:
         for name in drained:
-            typer.echo(f"undo: diptych drain {name} --undo")
+            typer.echo(f"undo: diptych undrain {name}")
         if wait:
             seconds = admin_client.wait(lambda cluster: _describe_busy(cluster, drained))
             typer.echo(f"idle after {seconds:.1f} s")
@@ -69,12 +69,24 @@ def drain(
         raise typer.Exit(1)
 
 
+def undrain(
+    replica: Annotated[
+        str, typer.Argument(help="A worker, or the beginning of its name; or a pool.")
+    ],
+    dry_run: DryRun = False,
+    admin: AdminUrl = HERE,
+    token: Token = "",
+) -> None:
+    """Let drained workers take requests again: the same as drain --undo."""
+    drain(replica, undo=True, dry_run=dry_run, admin=admin, token=token)
+
+
 def flip(
     replica: Annotated[str, typer.Argument(help="prefill/ab12cd34, or the beginning of that.")],
     to: Annotated[str, typer.Option("--to", help="prefill or decode")],
     wait: Wait = False,
     dry_run: DryRun = False,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Give a worker another role; weights, KV pool and registrations stay. Its streams move."""

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, DryRun, Token, Wait, fail
+from .common import HERE, AdminClient, AdminUrl, DryRun, Token, Wait, fail
 
 
 def scale(
     counts: Annotated[list[str], typer.Argument(metavar="POOL=N...", help="prefill=2 decode=4")],
     wait: Wait = False,
     dry_run: DryRun = False,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Set how many replicas have their home in a pool. Nothing else restarts.

@@ -21,7 +21,8 @@ from .common import NO_ANSWER, AdminClient
 HELP = """\
 scale prefill=2 decode=4     how many replicas have their home in a pool
 flip REPLICA --to ROLE       another role for a worker; its streams move
-drain REPLICA [--undo]       nothing new for a worker; what runs ends there
+drain REPLICA                nothing new for a worker; what runs ends there
+undrain REPLICA              it takes requests again
 explain REQUEST              why a request went where it went
 
 Enter carries it out, Escape forgets it."""

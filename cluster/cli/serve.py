@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import fail
+from .running import noted
 
 if TYPE_CHECKING:
     from ..launch.local_cluster import LocalCluster
@@ -22,6 +23,7 @@ WELCOME = """
   HTTP   {url}/v1   (OpenAI-compatible; model {model!r})
   gRPC   {grpc}   (diptych.v1.Inference)
   admin  {admin}   (diptych status, scale, flip, drain, top)
+  see    {dashboard}
 
   try    diptych chat "What is prefill?"
   or     curl {url}/v1/chat/completions -H 'content-type: application/json' \\
@@ -135,7 +137,9 @@ def serve(
 
         cluster = prepare(settings, ray_address)
     except ConfigError as error:
-        fail(str(error))
+        from .settings import with_suggestions
+
+        fail(with_suggestions(str(error)))
 
     def report_progress(line: str) -> None:
         typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
@@ -193,11 +197,14 @@ def _run_until_interrupted(
         ready = True
         report_progress("ready")
         typer.echo(welcome(cluster))
-        if supervised is None:
-            threading.Event().wait()  # for ever: a signal ends it
-        else:
-            report_progress(cluster.watch(report_progress))
-            exit_code = LOST_EXIT_CODE
+        with noted(
+            cluster.checkpoint.name, _reachable(cluster.url), _reachable(_admin_url(cluster))
+        ):
+            if supervised is None:
+                threading.Event().wait()  # for ever: a signal ends it
+            else:
+                report_progress(cluster.watch(report_progress))
+                exit_code = LOST_EXIT_CODE
     except KeyboardInterrupt:
         pass
     except (ConfigError, StartError) as error:
@@ -229,14 +236,26 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _admin_url(cluster: LocalCluster) -> str:
+    """Return Control's URL."""
+    from ..config import host_and_port
+
+    control = cluster.config.control
+    scheme = "https" if control.tls_cert else "http"
+    return f"{scheme}://{host_and_port(control.host, control.port)}"
+
+
+def _reachable(url: str) -> str:
+    """Return the URL by which this machine's programs reach who listens on all interfaces."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 def welcome(cluster: LocalCluster) -> str:
     """Return where the cluster is, how to use it, and what is open to anybody."""
     from ..config import host_and_port
 
     gateway = cluster.config.gateway
-    control = cluster.config.control
-    scheme = "https" if control.tls_cert else "http"
-    admin_url = f"{scheme}://{host_and_port(control.host, control.port)}"
+    admin_url = _admin_url(cluster)
     ray = RAY_JOINED
     if cluster.ray_access:
         ray = RAY_STARTED.format(export=cluster.ray_access.export_line(admin_url))
@@ -244,6 +263,7 @@ def welcome(cluster: LocalCluster) -> str:
         url=cluster.url,
         grpc=host_and_port(gateway.host, gateway.grpc_port),
         admin=admin_url,
+        dashboard=f"{_reachable(admin_url)}/dashboard",
         model=cluster.checkpoint.name,
         ray=ray,
     )

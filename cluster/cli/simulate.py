@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from .common import check_output, check_writable, fail, save
+from .progress import step_progress
 
 if TYPE_CHECKING:
     from ...router import RouterConfig
@@ -121,7 +121,8 @@ def simulate(
             agreement=agreement,
             router_config=setup.router_config,
         )
-        result = run_study(study, report_progress)
+        with step_progress("simulating") as report:
+            result = run_study(study, report)
         if trace == "recorded" and calibration:
             result["live"] = _compare_with_live(calibration, result)
     typer.echo(json.dumps(result, indent=2) if output == "json" else study_text(result))
@@ -274,9 +275,8 @@ def plan(
             seeds=seeds,
             closed_loop=_is_closed_loop(dispatch),
         )
-        result = planner.plan_layouts(
-            fleet_options, demand, jobs or available_cores(), report_progress
-        )
+        with step_progress("planning") as report:
+            result = planner.plan_layouts(fleet_options, demand, jobs or available_cores(), report)
     typer.echo(json.dumps(result, indent=2) if output == "json" else planner.format_plan(result))
     save(write, planner.cluster_yaml(result))
     if output == "table":
@@ -355,8 +355,3 @@ def _is_closed_loop(dispatch: str) -> bool:
 def available_cores() -> int:
     """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def report_progress(line: str) -> None:
-    """Print progress on stderr, at once."""
-    print(line, file=sys.stderr, flush=True)

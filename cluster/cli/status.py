@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, check_output, print_table
+from .common import HERE, AdminClient, AdminUrl, Token, check_output, print_table
 
 #: A row is a class or a tenant; MET is the share of its requests that met both targets.
 GOODPUT_COLUMNS = ("GOODPUT", "NAME", "REQUESTS", "MET", "TTFT MET", "ITL MET")
@@ -60,7 +60,7 @@ class WorkerRow(NamedTuple):
 def status(
     output: Annotated[str, typer.Option("-o", "--output", help=", ".join(OUTPUTS))] = "table",
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Again, every 2 s.")] = False,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Show the cluster and its pools; `-o wide` each worker too.

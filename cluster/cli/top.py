@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, Token, fail
+from .common import HERE, AdminClient, AdminUrl, Token, fail
 
 
 def top(
     refresh: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Show pools, replicas, transfers and decisions live. Keys: s f d e ? q."""

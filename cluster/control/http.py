@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 import socket
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -36,6 +38,7 @@ from . import ray_dashboard
 from .autopilot import Autopilot
 from .doctor import Doctor, parse_probe_size
 from .events import events
+from .history import INTERVAL_S, History
 from .operations import Operations
 
 log = logging.getLogger(__name__)
@@ -108,11 +111,16 @@ async def _read_body(request: HttpRequest, body_type: type[Body]) -> Body:
 def build(
     operations: Operations, *, doctor: Doctor, autopilot: Autopilot, metrics_address: str
 ) -> Starlette:
-    """Return the ASGI application. `metrics_address` is "host:port" of Control's own metrics."""
-    admin = AdminRoutes(operations, doctor, autopilot, metrics_address)
+    """Return the ASGI application. `metrics_address` is "host:port" of Control's own metrics.
+
+    While it is served, it records the cluster's history.
+    """
+    history = History()
+    admin = AdminRoutes(operations, doctor, autopilot, metrics_address, history=history)
     replica = "/admin/v1/replicas/{replica:path}"
     routes = [
         Route("/health", admin.health),
+        Route("/", _to_the_dashboard),
         Route("/dashboard", _dashboard_page),
         Mount("/dashboard", StaticFiles(directory=WEB_FOLDER)),
         Route("/metrics/targets", admin.metrics_targets),
@@ -131,6 +139,7 @@ def build(
         Route("/admin/v1/config", admin.config),
         Route("/admin/v1/doctor", admin.doctor, methods=["POST"]),
         Route("/admin/v1/events", admin.events),
+        Route("/admin/v1/history", admin.history),
         *ray_dashboard.routes(),
     ]
     # Starlette's type of a handler takes any Exception; these take their own.
@@ -140,11 +149,26 @@ def build(
         Exception: _answer_unexpected_error,
     }
     guard = AdminGuard(operations.config.control)
-    return Starlette(
+
+    @contextlib.asynccontextmanager
+    async def recording(_: Starlette) -> AsyncGenerator[None, None]:
+        task = asyncio.create_task(admin.record_history())
+        yield
+        task.cancel()
+
+    application = Starlette(
         routes=routes,
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
         exception_handlers=handlers,
+        lifespan=recording,
     )
+    application.state.history = history
+    return application
+
+
+async def _to_the_dashboard(_: HttpRequest) -> Response:
+    # Relative, so that it holds behind a proxy that puts a path in front.
+    return RedirectResponse("dashboard")
 
 
 async def _dashboard_page(_: HttpRequest) -> Response:
@@ -167,7 +191,7 @@ class AdminGuard:
     async def __call__(self, request: HttpRequest, call_next: RequestResponseEndpoint) -> Response:
         """Answer a request, or refuse it. Health probes and the live page's files need no key."""
         path = request.url.path
-        if path == "/health" or path.startswith("/dashboard"):
+        if path in ("/", "/health") or path.startswith("/dashboard"):
             return await call_next(request)
         if path in ray_dashboard.PATHS and ray_dashboard.ray_asks_for_token():
             # The command `serve` asks here, and sends Ray's token in place of our key.
@@ -221,12 +245,28 @@ class AdminRoutes:
     """One method for each route; all of them raise ApiError."""
 
     def __init__(
-        self, operations: Operations, doctor: Doctor, autopilot: Autopilot, metrics_address: str
+        self,
+        operations: Operations,
+        doctor: Doctor,
+        autopilot: Autopilot,
+        metrics_address: str,
+        *,
+        history: History,
     ) -> None:
         self._operations = operations
         self._doctor = doctor
         self._autopilot = autopilot
         self._metrics_address = metrics_address
+        self._history = history
+
+    async def record_history(self) -> None:
+        """Add a sample to the history every `INTERVAL_S`, until cancelled."""
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                self._history.add(await self._operations.status(), time.time())
+            except Exception as error:  # of a peer that is away: the next try may work
+                log.warning("no sample: %s", str(error) or type(error).__name__)
 
     # ---- questions -------------------------------------------------------------------------------
 
@@ -289,6 +329,17 @@ class AdminRoutes:
         examination = self._doctor.run(parse_probe_size(await sse.read_body(request)))
         first_item = await anext(examination)
         return sse.EventStream(sse.each(_doctor_events(first_item, examination)), {})
+
+    async def history(self, request: HttpRequest) -> Response:
+        """Answer the samples of the last hour; with `after`, a time, those that are later."""
+        text = request.query_params.get("after", "0")
+        try:
+            after = float(text)
+        except ValueError:
+            after = math.nan
+        if not math.isfinite(after):
+            raise ApiError("invalid_request", f"after={text}: expected seconds", "after")
+        return JSONResponse(self._history.since(after))
 
     async def events(self, _: HttpRequest) -> Response:
         """Answer in server-sent events (`events.py`) until the client leaves."""
@@ -384,7 +435,7 @@ class AdminHttpServer:
                 ws="none",
                 log_config=None,
                 access_log=False,
-                lifespan="off",
+                lifespan="auto",
                 timeout_graceful_shutdown=1,  # seconds: live feeds would not end by themselves
                 ssl_certfile=settings.tls_cert,
                 ssl_keyfile=settings.tls_key,

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.cluster
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium: apt-get install chromium"
 )
+SCRIPTS = ("draw", "fleet", "history", "timeline", "whatif")
 RAN = "document.querySelectorAll('#whatif-curves polyline').length == 3"
 
 
@@ -59,7 +60,7 @@ def test_a_browser_shows_pools_and_why_a_request_went_where_it_went(
 
 def test_the_page_needs_nothing_from_elsewhere_and_says_nothing_of_the_cluster(live: Live) -> None:
     names = ["dashboard", *(f"dashboard/{name}" for name in ("dashboard.css", "dashboard.js"))]
-    names += ["dashboard/draw.js", "dashboard/whatif.js"]
+    names += [f"dashboard/{name}.js" for name in SCRIPTS]
     files = [httpx.get(f"{live.control}/{name}") for name in names]
     assert {one.status_code for one in files} == {200}
     assert "default-src 'self'" in files[0].headers["content-security-policy"]

@@ -1,11 +1,16 @@
 // The live page: reads /admin/v1/events (server-sent events over fetch, so that a key can go along).
-import { $, bytes, cell, headers, make, ms, percent, row, table } from "./draw.js";
+import { $, cell, headers, make, ms, percent, row, table } from "./draw.js";
+import { drawFleet } from "./fleet.js";
+import { remember } from "./history.js";
+import { timeline } from "./timeline.js";
 import { offer } from "./whatif.js";
 
 const KEPT = 60;
 const decisions = new Map();
 const actions = [];
 let before = null;
+let remembered_ms = -Infinity;
+const HISTORY_MS = 10000;
 let opened = null;
 
 function dial(share) {
@@ -40,66 +45,13 @@ function drawCluster(now) {
       cell(pool.gpu), cell(pool.queue, true), cell(pool.running, true), cell(percent(pool.kv_used), true),
       cell(percent(pool.prefix_hit), true), cell(ms(pool.ttft_p95_ms), true), cell(ms(pool.itl_p95_ms), true),
       make("td", { class: "note" }, pool.notes.join("; ")))));
-  drawFleet(now.workers);
+  drawFleet(now.workers, before?.workers ?? []);
+  if (performance.now() - remembered_ms > HISTORY_MS) {
+    remembered_ms = performance.now();
+    remember(now.slo);
+  }
   offer(now);
   before = now;
-}
-
-function drawFleet(workers) {
-  const sides = { prefill: [], decode: [] };
-  for (const worker of workers) (sides[worker.role || worker.home] ?? sides.decode).push(worker);
-  const height = 52;
-  const tall = Math.max(sides.prefill.length, sides.decode.length, 1) * height + 10;
-  $("fleet").setAttribute("viewBox", `0 0 900 ${tall}`);
-  const places = new Map();
-  const boxes = [];
-  for (const [role, mine] of Object.entries(sides)) {
-    mine.sort((a, b) => a.id.localeCompare(b.id)).forEach((worker, index) => {
-      const x = role === "prefill" ? 10 : 610;
-      const y = index * height + 5;
-      places.set(worker.id, { x: role === "prefill" ? x + 280 : x, y: y + 21 });
-      boxes.push(box(worker, role, x, y));
-    });
-  }
-  $("fleet").replaceChildren(...arcs(workers, places), ...boxes);
-}
-
-function box(worker, role, x, y) {
-  const blocks = worker.engine.kv_blocks;
-  const used = (blocks.active + blocks.reserved) / blocks.total;
-  const held = used + blocks.cached / blocks.total;
-  const state = worker.state === "ready" ? "" : ` ${worker.state}`;
-  const engine = worker.engine;
-  const doing = engine.running + engine.ready + engine.prefilling + engine.waiting;
-  return make("g", {},
-    make("title", {}, `${worker.id}, pid ${worker.pid}, ${doing} sequences, KV ${percent(used)} in use`),
-    make("rect", { x, y, width: 280, height: 42, rx: 6, fill: "var(--soft)", stroke: "var(--line)" }),
-    make("rect", { x, y, width: 6, height: 42, rx: 3, class: role }),
-    make("text", { x: x + 16, y: y + 18, class: "strong" }, `${role === "prefill" ? "P" : "D"}  ${worker.id}${state}`),
-    make("text", { x: x + 270, y: y + 18, "text-anchor": "end" }, `${doing} running`),
-    make("rect", { x: x + 16, y: y + 28, width: 180, height: 6, rx: 3, fill: "var(--line)" }),
-    make("rect", { x: x + 16, y: y + 28, width: 180 * held, height: 6, rx: 3, class: role, opacity: 0.45 }),
-    make("rect", { x: x + 16, y: y + 28, width: 180 * used, height: 6, rx: 3, class: role }),
-    make("text", { x: x + 270, y: y + 35, "text-anchor": "end" }, `KV ${percent(used)}`));
-}
-
-function arcs(workers, places) {
-  const last = new Map((before?.workers ?? []).map((worker) => [worker.id, worker.transfer.received_from ?? {}]));
-  const [lines, labels] = [[], []];
-  for (const worker of workers) {
-    for (const [source, total] of Object.entries(worker.transfer.received_from ?? {})) {
-      const moved = Math.max(0, total - (last.get(worker.id)?.[source] ?? total));
-      const [from, to] = [places.get(source), places.get(worker.id)];
-      if (!total || !from || !to) continue;
-      const bend = from.x === to.x ? from.x + (from.x < 450 ? 90 : -90) : 450;
-      lines.push(make("path", { d: `M ${from.x} ${from.y} C ${bend} ${from.y} ${bend} ${to.y} ${to.x} ${to.y}`, fill: "none",
-        class: moved ? "moving" : "moved", "stroke-width": moved ? Math.min(10, 1.5 + Math.log2(1 + moved / 65536)) : 1 },
-      make("title", {}, `${source} -> ${worker.id}: ${bytes(moved)} in the last second, ${bytes(total)} in all`)));
-      if (moved) labels.push(make("text", { x: (from.x + to.x) / 2, y: (from.y + to.y) / 2 + 4, "text-anchor": "middle", class: "rate" },
-        `${bytes(moved)}/s`));
-    }
-  }
-  return [...lines, ...labels];
 }
 
 // ---- requests ----
@@ -128,6 +80,7 @@ function waterfall(one, longest) {
 function drawRequests() {
   const list = [...decisions.values()].sort((a, b) => b.number - a.number).slice(0, KEPT);
   const longest = Math.max(1e-3, ...list.map(taken)); // of all rows: their bars compare
+  const focused = document.activeElement?.dataset?.number; // new rows must not take the keyboard's place away
   $("decisions").tBodies[0].replaceChildren(...list.flatMap((one) => {
     const late = one.observed.ttft_ms > one.ttft_target_s * 1e3;
     const name = one.key[0].split("~")[0];
@@ -138,13 +91,20 @@ function drawRequests() {
       make("td", { class: late ? "number missed" : "number" }, ms(one.observed.ttft_ms)), cell((one.observed.reason ?? "") + (one.key[1] ? `, try ${one.key[1] + 1}` : "")));
     shown.title = name;
     shown.tabIndex = 0;
+    shown.dataset.number = one.number;
+    shown.setAttribute("aria-expanded", String(opened === one.number));
     if (opened === one.number) shown.className = "open";
     const open = () => { opened = opened === one.number ? null : one.number; drawRequests(); };
     shown.addEventListener("click", open);
-    shown.addEventListener("keydown", (event) => { if (event.key === "Enter") open(); });
+    shown.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault(); // a space would scroll the page
+      open();
+    });
     if (opened !== one.number) return [shown];
     return [shown, make("tr", { class: "open" }, make("td", { colspan: 8, id: "explain" }, ...explained(one)))];
   }));
+  if (focused) $("decisions").querySelector(`tr[data-number="${focused}"]`)?.focus({ preventScroll: true });
 }
 
 const route = (one) => [one.prefill, one.decode].filter(Boolean).join(" \u2192 ");
@@ -160,7 +120,8 @@ function explained(one) {
         cell(score.toPrecision(4), true), ...terms.map((name) => cell(ms(cost[name] * 1e3), true))))));
   };
   const over = one.passed_over.map(([id, seconds, why]) => `${id.split("~")[0]} (${ms(seconds * 1e3)} left: ${why})`);
-  return [make("p", {}, `Policy ${one.policy}, ${one.kind}; ${one.waiting} others waited` +
+  const width = Math.max(280, Math.min(900, $("requests").clientWidth - 40));
+  return [timeline(one, width), make("p", {}, `Policy ${one.policy}, ${one.kind}; ${one.waiting} others waited` +
       `${over.length ? `; passed over: ${over.join(", ")}` : ""}${one.fetch ? `; prefix fetched from ${one.fetch}` : ""}.`),
     make("div", { class: "row" }, options("prefill"), options("decode"))];
 }
@@ -230,8 +191,14 @@ function show(view) {
   }
   window.scrollTo(0, 0); // a browser jumps to the section, past the header
 }
-document.querySelectorAll("nav button").forEach((button) =>
-  button.addEventListener("click", () => { location.hash = button.dataset.view; }));
+const views = [...document.querySelectorAll("nav button")];
+views.forEach((button, index) => {
+  button.addEventListener("click", () => { location.hash = button.dataset.view; });
+  button.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (step) views.at((index + step) % views.length).focus();
+  });
+});
 window.addEventListener("hashchange", () => show(location.hash.slice(1) || "cluster"));
 show(location.hash.slice(1) || "cluster");
 stay();

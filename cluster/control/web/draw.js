@@ -26,7 +26,13 @@ export function table(id, head, rows) {
   $(id).replaceChildren(...(caption ? [caption] : []),
     make("thead", {}, make("tr", {}, ...head.map((name, column) =>
       make("th", { class: rows[0]?.cells[column]?.className === "number" ? "number" : "" }, name)))),
-    make("tbody", {}, ...rows));
+    make("tbody", {}, ...rows.map((shown) => labelled(shown, head))));
+}
+
+// On a narrow screen a row is a card, and each cell says which column it is of.
+function labelled(shown, head) {
+  [...shown.cells].forEach((cell, column) => { cell.dataset.label = head[column] ?? ""; });
+  return shown;
 }
 
 export function headers() {

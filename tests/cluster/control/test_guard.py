@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import httpx
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError, ControlSettings, load_config
-from diptych.cluster.control.http import AdminGuard
+from diptych.cluster.control.http import AdminGuard, build
 
 
 def reason(guard: AdminGuard, **headers: str) -> str | None:
@@ -56,3 +60,22 @@ def test_other_machines_need_a_key() -> None:
         load_config(None, {"control.host": "0.0.0.0"})
     assert load_config(None, {"control.host": "0.0.0.0", "control.key_file": "/x"})
     assert ClusterConfig().control.host == "127.0.0.1"
+
+
+def test_the_port_s_root_leads_to_the_live_page_without_a_key(tmp_path: Path) -> None:
+    config = ClusterConfig(control=ControlSettings(key_file=str(tmp_path / "key")))
+    operations = SimpleNamespace(config=config)
+
+    async def test() -> None:
+        nothing = cast("Any", None)
+        application = build(
+            cast("Any", operations), doctor=nothing, autopilot=nothing, metrics_address=""
+        )
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+            led = await client.get("/", follow_redirects=True)
+            assert led.url.path == "/dashboard" and "<title>Diptych</title>" in led.text
+            refused = await client.get("/admin/v1/cluster")
+            assert refused.status_code == 500, "the key cannot be read"
+
+    asyncio.run(test())

@@ -1,0 +1,204 @@
+"""One answer of the gateway's chat API, streamed: for `diptych chat` and `diptych run`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .common import NO_ANSWER, error_message, fail, gateway_url, no_gateway, unreachable
+
+READ_TIMEOUT_S = 120.0  #: Between two pieces of an answer.
+CONNECT_TIMEOUT_S = 10.0
+EVENT_PREFIX = "data: "
+LAST_EVENT = "data: [DONE]"  #: OpenAI's mark of the stream's end, which is no JSON.
+FILES_LIMIT_BYTES = 8 << 20  #: Of all files of `--file` together; a gateway's limit is 8 MiB.
+INTERRUPTED = 130  #: The exit code of a command that ^C ended, as shells have it.
+
+
+class AnswerError(Exception):
+    """There is no whole answer; the message is one sentence that says why."""
+
+
+@dataclass(slots=True)
+class ChatTurn:
+    """One answer as it arrived."""
+
+    #: When the question was sent, by the monotonic clock.
+    sent_at: float
+    text: str = ""
+    #: What the model thought before its answer; empty of models that do not think.
+    reasoning: str = ""
+    #: By this id `diptych explain` finds the request.
+    request_id: str = ""
+    #: The workers that served the request, the prefill worker first, separated by commas.
+    route: str = ""
+    #: Of the prompt, the tokens that were cached.
+    hit_tokens: int = 0
+    usage: dict[str, Any] = field(default_factory=dict)  #: OpenAI's; it comes with the last event.
+    #: Empty while the answer is incomplete.
+    finish_reason: str = ""
+    #: When each piece of text or of thinking arrived, by the monotonic clock.
+    arrivals: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float | None:
+        """The time to the first piece of text, in milliseconds; None before it."""
+        if not self.arrivals:
+            return None
+        return round((self.arrivals[0] - self.sent_at) * 1e3, 1)
+
+    @property
+    def itl_ms(self) -> float | None:
+        """The mean gap between two pieces, in milliseconds; None of fewer than two pieces."""
+        gap_count = len(self.arrivals) - 1
+        if gap_count < 1:
+            return None
+        return round((self.arrivals[-1] - self.arrivals[0]) / gap_count * 1e3, 2)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the answer; without usage, pieces of text are counted."""
+        count: int = self.usage.get("completion_tokens", len(self.arrivals))
+        return count
+
+    def summary(self) -> dict[str, Any]:
+        """Return what `-o json` prints."""
+        return {
+            "text": self.text,
+            "reasoning": self.reasoning,
+            "finish_reason": self.finish_reason,
+            "request_id": self.request_id,
+            "route": self.route,
+            "ttft_ms": self.ttft_ms,
+            "itl_ms": self.itl_ms,
+            "prefix_hit_tokens": self.hit_tokens,
+            "usage": self.usage,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What is asked of every answer of a dialogue; None leaves it to the server."""
+
+    model: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+
+    def body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """Return the body of a streamed `POST /v1/chat/completions`."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.max_tokens is not None:
+            body["max_tokens"] = self.max_tokens
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        return body
+
+
+def no_piece(_: str) -> None:
+    """Do nothing with a piece of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSink:
+    """Who gets the pieces of an answer as they arrive."""
+
+    on_text: Callable[[str], None] = no_piece
+    on_reasoning: Callable[[str], None] = no_piece
+
+
+def connect(endpoint: str, token: str) -> httpx.Client:
+    """Return a connected client, so that the first TTFT is the server's alone.
+
+    `endpoint` may be `common.HERE`.
+    """
+    endpoint = gateway_url(endpoint)
+    timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        client = httpx.Client(base_url=endpoint, headers=headers, timeout=timeout)
+        client.get("/health")
+    except NO_ANSWER as error:
+        unreachable(endpoint, error)
+    return client
+
+
+def ask(client: httpx.Client, body: dict[str, Any], turn: ChatTurn, sink: PieceSink) -> None:
+    """Ask, and add what arrives to `turn`, until the answer is whole.
+
+    Raises AnswerError. Whatever raises, `turn` has what had arrived, and the connection is closed,
+    so that the server computes no further.
+    """
+    try:
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.is_error:
+                content = response.read()
+                raise AnswerError(error_message(content) or f"HTTP {response.status_code}")
+            turn.request_id = response.headers.get("x-request-id", "")
+            turn.route = response.headers.get("x-route", "")
+            turn.hit_tokens = int(response.headers.get("x-prefix-hit-tokens", 0))
+            for line in response.iter_lines():
+                if line.startswith(EVENT_PREFIX) and line != LAST_EVENT:
+                    add_event(turn, json.loads(line.removeprefix(EVENT_PREFIX)), sink)
+    except NO_ANSWER as error:
+        raise AnswerError(no_gateway(str(client.base_url), error)) from None
+    except ValueError:
+        raise AnswerError(f"{client.base_url} does not answer as a gateway does") from None
+    if not turn.finish_reason:
+        raise AnswerError("the answer broke off before its end")
+
+
+def new_turn() -> ChatTurn:
+    """Return the turn of a question that is sent now."""
+    return ChatTurn(sent_at=time.monotonic())
+
+
+def add_event(turn: ChatTurn, event: dict[str, Any], sink: PieceSink) -> None:
+    """Add a chunk of the stream to the answer. Raises AnswerError if the chunk is an error.
+
+    A chunk with empty text counts as no arrival.
+    """
+    if "error" in event:
+        raise AnswerError(event["error"]["message"])
+    turn.usage = event.get("usage") or turn.usage
+    for choice in event["choices"]:
+        reasoning = choice["delta"].get("reasoning_content") or ""
+        text = choice["delta"].get("content") or ""
+        if reasoning or text:
+            turn.arrivals.append(time.monotonic())
+        if reasoning:
+            turn.reasoning += reasoning
+            sink.on_reasoning(reasoning)
+        if text:
+            turn.text += text
+            sink.on_text(text)
+        turn.finish_reason = choice["finish_reason"] or turn.finish_reason
+
+
+def read_files(files: Iterable[Path]) -> str:
+    """Return the texts of all files, with an empty line behind each. Fails with a sentence."""
+    texts = []
+    total_bytes = 0
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                content = stream.read(FILES_LIMIT_BYTES + 1)
+            texts.append(content.decode())
+        except OSError as error:
+            fail(f"cannot read {file}: {error.strerror}", 2)
+        except UnicodeDecodeError:
+            fail(f"{file} is no text in UTF-8", 2)
+        total_bytes += len(content)
+        if total_bytes > FILES_LIMIT_BYTES:
+            fail(f"--file: more than {FILES_LIMIT_BYTES >> 20} MiB of text", 2)
+    return "".join(f"{text.rstrip()}\n\n" for text in texts)

@@ -1,0 +1,47 @@
+"""The last hour: what a sample has, what is not measured, and where it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.cluster.control.history import SAMPLES_LIMIT, History
+
+
+def status(hit_tokens: int = 0, prompt_tokens: int = 0, **prefill: Any) -> dict[str, Any]:
+    pool = {"queue": 0, "kv_used": 0.0, "ready": 1, "ttft_p95_ms": None, "itl_p95_ms": None}
+    router = {"hit_tokens": hit_tokens, "prompt_tokens": prompt_tokens, "goodput": {"share": 0.5}}
+    return {"pools": {"prefill": pool | prefill, "decode": pool}, "router": router}
+
+
+def test_a_sample_has_what_the_pools_and_the_router_say() -> None:
+    history = History()
+    history.add(status(ttft_p95_ms=120.0, queue=3, kv_used=0.25), 10.0)
+    shown = history.since(0.0)
+    assert shown["at"] == [10.0]
+    values = {name: column[0] for name, column in shown["series"].items()}
+    assert values["ttft_p95_ms"] == 120.0 and values["itl_p95_ms"] is None
+    assert (values["prefill_queue"], values["decode_queue"]) == (3, 0)
+    assert (values["prefill_kv"], values["goodput"], values["prefix_hit"]) == (0.25, 0.5, None)
+
+
+def test_prefix_hits_are_those_since_the_last_sample_also_after_a_new_router() -> None:
+    history = History()
+    for hits, tokens in ((0, 100), (50, 200), (50, 200), (10, 20), (20, 30)):
+        history.add(status(hits, tokens), 0.0)
+    assert history.since(-1.0)["series"]["prefix_hit"] == [0.0, 0.5, None, None, 1.0]
+
+
+def test_without_a_router_there_is_a_sample_all_the_same() -> None:
+    history = History()
+    history.add({**status(), "router": None}, 1.0)
+    assert history.since(0.0)["series"]["goodput"] == [None]
+
+
+def test_an_hour_is_kept_and_a_reader_gets_what_it_lacks() -> None:
+    history = History()
+    for number in range(SAMPLES_LIMIT + 5):
+        history.add(status(), float(number))
+    kept = history.since(-1.0)["at"]
+    assert len(kept) == SAMPLES_LIMIT and kept[0] == 5.0
+    assert history.since(362.0)["at"] == [363.0, 364.0]
+    assert history.since(1e9)["at"] == []

@@ -1,18 +1,20 @@
-"""The Serve application: Gateway (ingress), Router, Control, PrefillWorker and DecodeWorker.
+"""The Serve applications: one in front (Gateway, Control), and one for each model.
 
-Each is a deployment of Ray Serve, which starts, restarts and counts its replicas. `Gateway`'s
-constructor takes the other deployments' handles only so that Serve deploys the graph; at run time
-they find each other through the router.
+A model's application has its Router, PrefillWorker and DecodeWorker. Each of these is a deployment
+of Ray Serve, which starts, restarts and counts its replicas. The constructors of `Gateway` and
+`RouterService` take the other deployments' handles only so that Serve deploys the graph. At run
+time workers and gateways find each other through the model's router, and gateways and Control find
+the models in Serve (`applications.py`).
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 from ray import serve
 
+from .applications import POOL_DEPLOYMENTS, ROUTER_DEPLOYMENT
 from .config import (
     SECRET,
     ClusterConfig,
@@ -22,7 +24,6 @@ from .config import (
     load_config,
 )
 from .control.control import Control
-from .control.serve import POOL_DEPLOYMENTS
 from .gateway.gateway import Gateway
 from .launch.checkpoint import find_checkpoint
 from .launch.ray_cluster import AUTH_MODE
@@ -49,38 +50,48 @@ HEAD_NODE: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head_
 ONGOING_REQUESTS_LIMIT = 4096
 
 
-def build(config: ClusterConfig, model: Path, name: str) -> serve.Application:
-    """Return the application for one model.
+def front_application(args: dict[str, Any]) -> serve.Application:
+    """The builder of the application in front: gateways and Control.
 
-    `model` is the checkpoint's folder, readable on every node; `name` is the model's name in the
-    API.
+    A Serve config file names it: `import_path: diptych.cluster.app:front_application`. `args` is the
+    configuration tree of `config.py`; what it has of single models is not read. Raises ConfigError.
     """
-    tree = config.model_dump()
-    tree["model"]["name"] = name
-    router = _deployment(RouterService, "Router", 1, HEAD_NODE).bind(tree)
+    tree = _read(args).model_dump()
     control = _deployment(Control, "Control", 1, HEAD_NODE).bind(tree)
+    gateway = _deployment(Gateway, "Gateway", 1, HEAD_NODE)
+    return gateway.bind(tree, deployments=[control])
+
+
+def model_application(args: dict[str, Any]) -> serve.Application:
+    """The builder of one model's application: its router and its workers.
+
+    A Serve config file names it: `import_path: diptych.cluster.app:model_application`. Its
+    `route_prefix` must be null, as the front application takes all calls. `args` is the
+    configuration tree of `config.py`. Serve runs this on any node, so the model must be at the same
+    path on all of them; whether it fits there is not checked. Raises ConfigError.
+    """
+    config = _read(args)
+    checkpoint = find_checkpoint(config)
+    tree = config.model_dump()
+    tree["model"]["name"] = checkpoint.name
     workers = []
     for pool_name, deployment in POOL_DEPLOYMENTS.items():
-        pool = getattr(config.pools, pool_name)
+        pool = config.pools.of(pool_name)
         if pool.replicas:  # Serve knows no deployment without a replica
             workers.append(
                 _worker_deployment(deployment, pool, config.engine).bind(
-                    pool_name, tree, str(model)
+                    pool_name, tree, str(checkpoint.folder)
                 )
             )
-    others = [router, control, *workers]
-    gateway = _deployment(Gateway, "Gateway", 1, HEAD_NODE)
-    return gateway.bind(tree, str(model), name, others)
+    return _deployment(RouterService, ROUTER_DEPLOYMENT, 1, HEAD_NODE).bind(tree, workers)
 
 
-def application(args: dict[str, Any]) -> serve.Application:
-    """The builder of a Serve config file: `import_path: diptych.cluster.app:application`.
+def _read(args: dict[str, Any]) -> ClusterConfig:
+    """Return the configuration of an application's arguments.
 
-    `args` is the configuration tree of `config.py`. Serve runs this on any node, so the model must
-    be at the same path on all of them; whether it fits there is not checked. The environment's
-    `DIPTYCH_SECRET`, if it is set, replaces the cluster's secret in `args`, so that the secret need
-    not stand in a file that many may read. Raises ConfigError if the configuration is wrong, if the
-    model cannot be used, or if Ray runs without tokens although `ray.auth` is `token`.
+    The environment's `DIPTYCH_SECRET`, if it is set, replaces the cluster's secret in `args`, so
+    that the secret need not stand in a file that many may read. Raises ConfigError if the
+    configuration is wrong, or if Ray runs without tokens although `ray.auth` is `token`.
     """
     if os.environ.get(SECRET):
         args = {**args, "secret": os.environ[SECRET]}
@@ -90,8 +101,7 @@ def application(args: dict[str, Any]) -> serve.Application:
             f"Ray runs without {AUTH_MODE}=token: whoever reaches it can run code here; start its "
             "nodes with a token (KubeRay: authOptions), or accept that with ray.auth: disabled"
         )
-    model = find_checkpoint(config)
-    return build(config, model.folder, model.name)
+    return config
 
 
 def _deployment(

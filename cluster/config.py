@@ -26,6 +26,7 @@ from ..engine.options import (
     EngineOptions,
     SchedulerSettings,
 )
+from .model_entries import MODEL_SECTIONS, complete_entries, find_repeated, slug_of
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
@@ -118,6 +119,12 @@ class EngineKindSettings(ConfigSection):
     #: With `kind: vllm`: arguments of vLLM by its own names, such as `quantization`. Those that
     #: Diptych sets itself are refused.
     vllm: dict[str, Any] = Field(default_factory=dict)
+
+    def with_python(self, python: str | None) -> Self:
+        """Return these settings with `python`, if vLLM computes and no python is named."""
+        if self.kind != "vllm" or self.python is not None:
+            return self
+        return self.model_copy(update={"python": python})
 
 
 class PoolConfig(ConfigSection):
@@ -242,6 +249,18 @@ class SloConfig(ConfigSection):
     ttft_ms: Positive = 2000.0
     #: Between two tokens of an answer.
     itl_ms: Positive = 200.0
+
+
+class ModelEntry(ConfigSection):
+    """One of several models. What its sections leave out is as in those of the top level."""
+
+    model: ModelSettings = ModelSettings()
+    engine: EngineKindSettings = EngineKindSettings()
+    pools: PoolsConfig = PoolsConfig()
+    router: RouterSettings = RouterSettings()
+    kv_transfer: TransferSettings = TransferSettings()
+    kv_tiers: TierSettings = TierSettings()
+    slo: SloConfig = SloConfig()
 
 
 class GatewaySettings(ConfigSection):
@@ -399,9 +418,15 @@ class ObservabilitySettings(ConfigSection):
 
 
 class ClusterConfig(ConfigSection):
-    """The whole tree: the sections of the YAML file, and two settings beside them."""
+    """The whole tree: the sections of the YAML file, and two settings beside them.
+
+    With `models` the sections that each model has of its own (`ModelEntry`) are defaults here, and
+    `of_model` returns the tree that one of the models is served by.
+    """
 
     model: ModelSettings = ModelSettings()
+    #: Several models by name, in place of `model`. An entry is a path, or has sections of its own.
+    models: dict[ModelName, ModelEntry] = {}
     engine: EngineKindSettings = EngineKindSettings()
     pools: PoolsConfig = PoolsConfig()
     router: RouterSettings = RouterSettings()
@@ -420,8 +445,87 @@ class ClusterConfig(ConfigSection):
     #: given, and is shown nowhere (`repr`, error messages).
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), min_length=1, repr=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete_entries(cls, tree: Any) -> Any:
+        return complete_entries(tree) if isinstance(tree, dict) else tree
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not self.models:
+            self._check_model()
+            return self
+        self._check_names()
+        for name in self.models:
+            try:
+                self.of_model(name)._check_model()
+            except ValueError as error:
+                raise ValueError(f"models.{name}: {error}") from None
+        return self
+
+    def of_model(self, name: str) -> Self:
+        """Return the tree by which one entry of `models` is served: that of a single model.
+
+        Folders that the models would share get one more folder, with the model's slug. Raises
+        KeyError.
+        """
+        entry = self.models[name]
+        slug = slug_of(name)
+        tiers = entry.kv_tiers
+        if tiers.folder is not None:
+            tiers = tiers.model_copy(update={"folder": str(Path(tiers.folder) / slug)})
+        router = entry.router
+        if router.log_folder is not None:
+            log_folder = str(Path(router.log_folder) / slug)
+            router = router.model_copy(update={"log_folder": log_folder})
+        sections = {
+            "models": {},
+            "model": entry.model.model_copy(update={"name": name}),
+            "engine": entry.engine,
+            "pools": entry.pools,
+            "router": router,
+            "kv_transfer": entry.kv_transfer,
+            "kv_tiers": tiers,
+            "slo": entry.slo,
+        }
+        return self.model_copy(update=sections)
+
+    def named(self, name: str) -> Self:
+        """Return this tree of one model with the model's name."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"name": name})})
+
+    def with_model(self, model: ClusterConfig) -> Self:
+        """Return this tree with the sections of `model`'s tree that are a model's own."""
+        sections = {name: getattr(model, name) for name in MODEL_SECTIONS}
+        return self.model_copy(update={"models": {}, **sections})
+
+    def _check_names(self) -> None:
+        """Raise ValueError for names by which two models, or none, would be meant."""
+        if self.model != ModelSettings():
+            raise ValueError("model and models are both set: make model an entry of models")
+        for name, entry in self.models.items():
+            if entry.model.name not in (None, name):
+                raise ValueError(f"models.{name}.model.name: the entry's own name is the model's")
+            if entry.router.classes != self.router.classes:
+                raise ValueError(
+                    f"models.{name}.router.classes: classes are the whole cluster's; set them in "
+                    "router.classes"
+                )
+            if not slug_of(name):
+                raise ValueError(f"models: {name!r} has neither a letter nor a digit")
+        slug = find_repeated(slug_of(name) for name in self.models)
+        if slug is not None:
+            raise ValueError(f"models: two names become {slug!r} where only a-z, 0-9 and - may be")
+        repeated_name = find_repeated(
+            model_name
+            for name, entry in self.models.items()
+            for model_name in (name, *entry.model.served_names)
+        )
+        if repeated_name is not None:
+            raise ValueError(f"models: the name {repeated_name!r} is given twice")
+
+    def _check_model(self) -> None:
+        """Raise ValueError for settings of one model that do not work together."""
         self._check_replicas()
         for name in ("prefill", "decode"):
             self._check_pool(name, self.pools.of(name))
@@ -434,12 +538,24 @@ class ClusterConfig(ConfigSection):
             self._check_vllm(ranks)
         elif self.engine.vllm:
             raise ValueError("engine.vllm is set, and engine.kind is diptych: set it to vllm")
-        return self
+
+    @property
+    def lacks_engine_python(self) -> bool:
+        """Whether vLLM computes a model and no python is named whose environment has vLLM."""
+        engines = [entry.engine for entry in self.models.values()] or [self.engine]
+        return any(engine.kind == "vllm" and engine.python is None for engine in engines)
 
     def with_engine_python(self, python: str | None) -> Self:
-        """Return this configuration with the workers in the environment of another python."""
+        """Return this configuration with vLLM's workers in the environment of another python.
+
+        Models whose python is named keep theirs.
+        """
         engine = self.engine.model_copy(update={"python": python})
-        return self.model_copy(update={"engine": engine})
+        models = {
+            name: entry.model_copy(update={"engine": entry.engine.with_python(python)})
+            for name, entry in self.models.items()
+        }
+        return self.model_copy(update={"engine": engine, "models": models})
 
     def _check_vllm(self, ranks: int) -> None:
         """Raise ValueError for what does not work with vLLM as the engine."""

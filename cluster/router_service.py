@@ -44,9 +44,12 @@ class RouterService:
     """Serves one active router to gateways, workers and Control.
 
     Serve awaits the constructor. `config` is a whole `ClusterConfig`, in plain values.
+    `deployments` are not used: binding them makes Serve deploy the workers with their router.
     """
 
-    async def __init__(self, config: Values) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, config: Values, deployments: Sequence[object] = ()
+    ) -> None:
         garbage.disable()  # Python's collector would pause decisions; `_handle` sweeps between them
         self.config = ClusterConfig.model_validate(config)
         # The wall clock's milliseconds: a router that starts later has a higher term.
@@ -70,6 +73,12 @@ class RouterService:
         self._metrics = Exporter(observability, labels, self._tally.rows)
         await self._metrics.start(node_host())
         self._clock = asyncio.get_running_loop().create_task(self._keep_time())
+
+    def reconfigure(self, _: Values) -> None:
+        """Take the deployment's `user_config`, which is for gateways and Control to read in Serve.
+
+        Serve calls this in place of a restart.
+        """
 
     def _open_log(self) -> EventLog | None:
         """Return the log of events for `diptych replay`; None where no folder is configured."""

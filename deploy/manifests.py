@@ -73,5 +73,8 @@ def serve_config(service: Manifest) -> Manifest:
 
 
 def settings(config: Manifest) -> Manifest:
-    """Returns Diptych's configuration: the arguments of a Serve config's first application."""
-    return config["applications"][0].get("args", {})
+    """Returns Diptych's configuration: the arguments of a Serve config's applications together."""
+    arguments: Manifest = {}
+    for application in config["applications"]:
+        arguments |= application.get("args", {})
+    return arguments

@@ -69,7 +69,16 @@ def serve(service: Manifest) -> list[str]:
         times = Counter(deployment.name for deployment in application.deployments)
         found += [f"serveConfigV2: no deployment {name}" for name in times.keys() - built_names]
         found += [f"serveConfigV2: {name} twice" for name, count in times.items() if count > 1]
-    return found
+    return found + list(_differences(raw["applications"]))
+
+
+def _differences(applications: list[Manifest]) -> Iterator[str]:
+    """Yields the settings that are the whole cluster's and that two applications have unlike."""
+    known: Manifest = {}
+    for application in applications:
+        for name, section in application.get("args", {}).items():
+            if known.setdefault(name, section) != section:
+                yield f"serveConfigV2: {name} differs between the applications"
 
 
 def unknown_keys(raw: Any, model: Any, where: str = "") -> Iterator[str]:
@@ -115,7 +124,12 @@ def placement(service: Manifest) -> Iterator[str]:
     config = serve_config(service)
     needed: Counter[str] = Counter()  # custom resource -> slots
     replica_gpus: dict[str, float] = {}  # custom resource -> GPUs of a replica that needs it
-    for deployment in config["applications"][0]["deployments"]:
+    deployments = [
+        deployment
+        for application in config["applications"]
+        for deployment in application["deployments"]
+    ]
+    for deployment in deployments:
         options = deployment.get("ray_actor_options", {})
         for name, slots in options.get("resources", {}).items():
             needed[name] += slots * deployment.get("num_replicas", 1)

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 #: instead: by class and field. The schema refuses them.
 DECIDED_ELSEWHERE = {
     "ClusterConfig.secret": "the Secret named by secretName",
+    "ClusterConfig.models": "config.model: a release serves one model",
     "ClusterConfig.ray": "ray.auth, as KubeRay must be told too",
     "GatewaySettings.host": "Serve's http_options",
     "GatewaySettings.http_port": "Serve's http_options",

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iptych/protos/admin.proto\x12\ndiptych.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x0f\n\rStatusRequest\"\x89\x01\n\x04Pool\x12\r\n\x05ready\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x01(\r\x12\x10\n\x08stopping\x18\x04 \x01(\r\x12\r\n\x05queue\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0f\n\x07kv_used\x18\x07 \x01(\x01\x12\r\n\x05notes\x18\x08 \x03(\t\"[\n\x07Replica\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04home\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0b\n\x03gpu\x18\x05 \x01(\t\x12\x0c\n\x04jobs\x18\x06 \x01(\r\"\x86\x02\n\x0eStatusResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x03(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x34\n\x05pools\x18\x04 \x03(\x0b\x32%.diptych.v1.StatusResponse.PoolsEntry\x12%\n\x08replicas\x18\x05 \x03(\x0b\x32\x13.diptych.v1.Replica\x12(\n\x07\x63luster\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct\x1a>\n\nPoolsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.diptych.v1.Pool:\x02\x38\x01\"a\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x42\n\n\x08_prefillB\t\n\x07_decode\"5\n\x06\x43hange\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\r\"a\n\rScaleResponse\x12#\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x12.diptych.v1.Change\x12\x0c\n\x04says\x18\x02 \x01(\t\x12\x0c\n\x04undo\x18\x03 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"R\n\x0c\x44rainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x11\n\thand_over\x18\x02 \x01(\x08\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"2\n\x0eUndrainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\";\n\x0b\x46lipRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\n\n\x02to\x18\x02 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\x98\x01\n\rSteerResponse\x12\x10\n\x08replicas\x18\x01 \x03(\t\x12\x35\n\x06\x62\x65\x66ore\x18\x02 \x03(\x0b\x32%.diptych.v1.SteerResponse.BeforeEntry\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x1a-\n\x0b\x42\x65\x66oreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"Q\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\tdecisions\x18\x02 \x03(\x0b\x32\x17.google.protobuf.Struct2\x86\x03\n\x05\x41\x64min\x12?\n\x06Status\x12\x19.diptych.v1.StatusRequest\x1a\x1a.diptych.v1.StatusResponse\x12<\n\x05Scale\x12\x18.diptych.v1.ScaleRequest\x1a\x19.diptych.v1.ScaleResponse\x12<\n\x05\x44rain\x12\x18.diptych.v1.DrainRequest\x1a\x19.diptych.v1.SteerResponse\x12@\n\x07Undrain\x12\x1a.diptych.v1.UndrainRequest\x1a\x19.diptych.v1.SteerResponse\x12:\n\x04\x46lip\x12\x17.diptych.v1.FlipRequest\x1a\x19.diptych.v1.SteerResponse\x12\x42\n\x07\x45xplain\x12\x1a.diptych.v1.ExplainRequest\x1a\x1b.diptych.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64iptych/protos/admin.proto\x12\ndiptych.v1\x1a\x1cgoogle/protobuf/struct.proto\"\x0f\n\rStatusRequest\"\x89\x01\n\x04Pool\x12\r\n\x05ready\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\x12\x10\n\x08starting\x18\x03 \x01(\r\x12\x10\n\x08stopping\x18\x04 \x01(\r\x12\r\n\x05queue\x18\x05 \x01(\r\x12\x0f\n\x07running\x18\x06 \x01(\r\x12\x0f\n\x07kv_used\x18\x07 \x01(\x01\x12\r\n\x05notes\x18\x08 \x03(\t\"[\n\x07Replica\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04home\x18\x02 \x01(\t\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\r\n\x05state\x18\x04 \x01(\t\x12\x0b\n\x03gpu\x18\x05 \x01(\t\x12\x0c\n\x04jobs\x18\x06 \x01(\r\"\x86\x02\n\x0eStatusResponse\x12\r\n\x05state\x18\x01 \x01(\t\x12\x0f\n\x07missing\x18\x02 \x03(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x34\n\x05pools\x18\x04 \x03(\x0b\x32%.diptych.v1.StatusResponse.PoolsEntry\x12%\n\x08replicas\x18\x05 \x03(\x0b\x32\x13.diptych.v1.Replica\x12(\n\x07\x63luster\x18\x06 \x01(\x0b\x32\x17.google.protobuf.Struct\x1a>\n\nPoolsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x10.diptych.v1.Pool:\x02\x38\x01\"p\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\tB\n\n\x08_prefillB\t\n\x07_decode\"5\n\x06\x43hange\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\r\x12\r\n\x05\x61\x66ter\x18\x03 \x01(\r\"a\n\rScaleResponse\x12#\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x12.diptych.v1.Change\x12\x0c\n\x04says\x18\x02 \x01(\t\x12\x0c\n\x04undo\x18\x03 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"R\n\x0c\x44rainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x11\n\thand_over\x18\x02 \x01(\x08\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\"2\n\x0eUndrainRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\";\n\x0b\x46lipRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\n\n\x02to\x18\x02 \x01(\t\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\"\x98\x01\n\rSteerResponse\x12\x10\n\x08replicas\x18\x01 \x03(\t\x12\x35\n\x06\x62\x65\x66ore\x18\x02 \x03(\x0b\x32%.diptych.v1.SteerResponse.BeforeEntry\x12\x0f\n\x07\x64ry_run\x18\x03 \x01(\x08\x1a-\n\x0b\x42\x65\x66oreEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"Q\n\x0f\x45xplainResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\tdecisions\x18\x02 \x03(\x0b\x32\x17.google.protobuf.Struct2\x86\x03\n\x05\x41\x64min\x12?\n\x06Status\x12\x19.diptych.v1.StatusRequest\x1a\x1a.diptych.v1.StatusResponse\x12<\n\x05Scale\x12\x18.diptych.v1.ScaleRequest\x1a\x19.diptych.v1.ScaleResponse\x12<\n\x05\x44rain\x12\x18.diptych.v1.DrainRequest\x1a\x19.diptych.v1.SteerResponse\x12@\n\x07Undrain\x12\x1a.diptych.v1.UndrainRequest\x1a\x19.diptych.v1.SteerResponse\x12:\n\x04\x46lip\x12\x17.diptych.v1.FlipRequest\x1a\x19.diptych.v1.SteerResponse\x12\x42\n\x07\x45xplain\x12\x1a.diptych.v1.ExplainRequest\x1a\x1b.diptych.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,25 +47,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSRESPONSE_POOLSENTRY']._serialized_start=523
   _globals['_STATUSRESPONSE_POOLSENTRY']._serialized_end=585
   _globals['_SCALEREQUEST']._serialized_start=587
-  _globals['_SCALEREQUEST']._serialized_end=684
-  _globals['_CHANGE']._serialized_start=686
-  _globals['_CHANGE']._serialized_end=739
-  _globals['_SCALERESPONSE']._serialized_start=741
-  _globals['_SCALERESPONSE']._serialized_end=838
-  _globals['_DRAINREQUEST']._serialized_start=840
-  _globals['_DRAINREQUEST']._serialized_end=922
-  _globals['_UNDRAINREQUEST']._serialized_start=924
-  _globals['_UNDRAINREQUEST']._serialized_end=974
-  _globals['_FLIPREQUEST']._serialized_start=976
-  _globals['_FLIPREQUEST']._serialized_end=1035
-  _globals['_STEERRESPONSE']._serialized_start=1038
-  _globals['_STEERRESPONSE']._serialized_end=1190
-  _globals['_STEERRESPONSE_BEFOREENTRY']._serialized_start=1145
-  _globals['_STEERRESPONSE_BEFOREENTRY']._serialized_end=1190
-  _globals['_EXPLAINREQUEST']._serialized_start=1192
-  _globals['_EXPLAINREQUEST']._serialized_end=1228
-  _globals['_EXPLAINRESPONSE']._serialized_start=1230
-  _globals['_EXPLAINRESPONSE']._serialized_end=1311
-  _globals['_ADMIN']._serialized_start=1314
-  _globals['_ADMIN']._serialized_end=1704
+  _globals['_SCALEREQUEST']._serialized_end=699
+  _globals['_CHANGE']._serialized_start=701
+  _globals['_CHANGE']._serialized_end=754
+  _globals['_SCALERESPONSE']._serialized_start=756
+  _globals['_SCALERESPONSE']._serialized_end=853
+  _globals['_DRAINREQUEST']._serialized_start=855
+  _globals['_DRAINREQUEST']._serialized_end=937
+  _globals['_UNDRAINREQUEST']._serialized_start=939
+  _globals['_UNDRAINREQUEST']._serialized_end=989
+  _globals['_FLIPREQUEST']._serialized_start=991
+  _globals['_FLIPREQUEST']._serialized_end=1050
+  _globals['_STEERRESPONSE']._serialized_start=1053
+  _globals['_STEERRESPONSE']._serialized_end=1205
+  _globals['_STEERRESPONSE_BEFOREENTRY']._serialized_start=1160
+  _globals['_STEERRESPONSE_BEFOREENTRY']._serialized_end=1205
+  _globals['_EXPLAINREQUEST']._serialized_start=1207
+  _globals['_EXPLAINREQUEST']._serialized_end=1243
+  _globals['_EXPLAINRESPONSE']._serialized_start=1245
+  _globals['_EXPLAINRESPONSE']._serialized_end=1326
+  _globals['_ADMIN']._serialized_start=1329
+  _globals['_ADMIN']._serialized_end=1719
 # @@protoc_insertion_point(module_scope)

@@ -71,14 +71,16 @@ class StatusResponse(_message.Message):
     def __init__(self, state: _Optional[str] = ..., missing: _Optional[_Iterable[str]] = ..., model: _Optional[str] = ..., pools: _Optional[_Mapping[str, Pool]] = ..., replicas: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., cluster: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class ScaleRequest(_message.Message):
-    __slots__ = ("prefill", "decode", "dry_run")
+    __slots__ = ("prefill", "decode", "dry_run", "model")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
     dry_run: bool
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., dry_run: _Optional[bool] = ...) -> None: ...
+    model: str
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., dry_run: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Change(_message.Message):
     __slots__ = ("pool", "before", "after")

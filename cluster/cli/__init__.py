@@ -20,6 +20,7 @@ from . import (
     install_engine,
     keys,
     loadtest,
+    model,
     render,
     roles,
     run,
@@ -31,7 +32,7 @@ from . import (
 )
 
 #: Each command is a function of a sibling file, mostly the file of its name; `bench`, `config`,
-#: `keys` and `loadtest` have commands of their own below them.
+#: `keys`, `loadtest` and `model` have commands of their own below them.
 app = typer.Typer(
     name="diptych",
     help="Serves open-weight LLMs from a cluster that separates prefill from decode.",
@@ -62,6 +63,7 @@ app.command()(render.render)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
+app.add_typer(model.app, name="model")
 app.add_typer(loadtest.app, name="loadtest")
 
 

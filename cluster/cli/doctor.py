@@ -36,6 +36,7 @@ def doctor(
     mib: Annotated[
         int, typer.Option(min=1, max=1024, help="MiB that one transfer moves, at most.")
     ] = 64,
+    model: Annotated[str, typer.Option(help="Of several models; else the first one.")] = "",
     admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
@@ -48,7 +49,7 @@ def doctor(
     check_output(output)
     admin_client = AdminClient(admin, token)
     try:
-        report = _examine_cluster(admin_client, mib)
+        report = _examine_cluster(admin_client, mib, model)
     except NO_ANSWER as error:
         typer.echo("nobody answers: looking at this host only", err=True)
         _show(_examine_this_host(), output)
@@ -58,11 +59,19 @@ def doctor(
         raise typer.Exit(3)
 
 
-def _examine_cluster(admin_client: AdminClient, mib: int) -> dict[str, Any]:
-    """Return Control's report; its progress goes to stderr. Raises one of `NO_ANSWER`."""
+def _examine_cluster(admin_client: AdminClient, mib: int, model: str) -> dict[str, Any]:
+    """Return Control's report on a model's workers; its progress goes to stderr.
+
+    An empty `model` is the first one. Raises one of `NO_ANSWER`.
+    """
     url = f"{admin_client.url}/admin/v1/doctor"
     with httpx.stream(
-        "POST", url, json={"mib": mib}, headers=admin_client.headers, timeout=EVENT_TIMEOUT_S
+        "POST",
+        url,
+        params={"model": model} if model else {},
+        json={"mib": mib},
+        headers=admin_client.headers,
+        timeout=EVENT_TIMEOUT_S,
     ) as response:
         if response.is_error:
             fail(error_message(response.read()) or f"{url}: {response.status_code}")

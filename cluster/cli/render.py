@@ -128,9 +128,11 @@ def _read_config(file: Path) -> dict[str, Any]:
     from ..config import ConfigError, load_config
 
     try:
-        load_config(file, {})
+        config = load_config(file, {})
     except ConfigError as error:
         fail(str(error))
+    if config.models:
+        fail(f"{file}: the chart serves one model: put it under model, in place of models")
     return read_mapping(file)
 
 

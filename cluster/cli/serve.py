@@ -128,7 +128,7 @@ def serve(
     overrides = {key: value for key, value in flags.items() if value is not None}
     try:
         settings = load_config(config, overrides | parse_overrides(override or []))
-        if settings.engine.kind == "vllm" and settings.engine.python is None and not ray_address:
+        if settings.lacks_engine_python and not ray_address:
             from ..launch.engine_environment import find_python
 
             settings = settings.with_engine_python(find_python())
@@ -144,7 +144,8 @@ def serve(
     def report_progress(line: str) -> None:
         typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
 
-    report_progress(f"model {cluster.checkpoint.name}: {cluster.checkpoint.folder}")
+    for served in cluster.models:
+        report_progress(f"model {served.checkpoint.name}: {served.checkpoint.folder}")
 
     def run(supervised: Supervised | None) -> int:
         return _run_until_interrupted(cluster, report_progress, supervised)
@@ -198,7 +199,9 @@ def _run_until_interrupted(
         report_progress("ready")
         typer.echo(welcome(cluster))
         with noted(
-            cluster.checkpoint.name, _reachable(cluster.url), _reachable(_admin_url(cluster))
+            cluster.models[0].checkpoint.name,
+            _reachable(cluster.url),
+            _reachable(_admin_url(cluster)),
         ):
             if supervised is None:
                 threading.Event().wait()  # for ever: a signal ends it
@@ -264,7 +267,7 @@ def welcome(cluster: LocalCluster) -> str:
         grpc=host_and_port(gateway.host, gateway.grpc_port),
         admin=admin_url,
         dashboard=f"{_reachable(admin_url)}/dashboard",
-        model=cluster.checkpoint.name,
+        model=cluster.models[0].checkpoint.name,
         ray=ray,
     )
     if gateway.exposed:

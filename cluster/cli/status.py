@@ -92,14 +92,20 @@ def show(cluster: dict[str, Any], output: str) -> None:
 
         typer.echo(yaml.safe_dump(cluster, sort_keys=False))
         return
-    typer.echo(headline(cluster))
-    for line in unreached_lines(cluster):
-        typer.echo(line)
-    pool_rows = [pool_row(name, pool) for name, pool in cluster["pools"].items()]
+    # A Control of an older version names no models.
+    models: dict[str, dict[str, Any]] = cluster.get("models") or {"": cluster}
+    pool_rows = []
+    for name, model in models.items():
+        typer.echo(headline(model))
+        for line in unreached_lines(model):
+            typer.echo(line)
+        prefix = f"{name}/" if len(models) > 1 else ""
+        pool_rows += [pool_row(f"{prefix}{pool}", row) for pool, row in model["pools"].items()]
     print_table([PoolRow(), *pool_rows])
     if output == "wide":
-        if cluster["router"]:
-            print_table([GOODPUT_COLUMNS, *goodput_rows(cluster["router"]["goodput"])])
+        for model in models.values():
+            if model["router"]:
+                print_table([GOODPUT_COLUMNS, *goodput_rows(model["router"]["goodput"])])
         worker_rows = [worker_row(worker) for worker in cluster["workers"]]
         print_table([WorkerRow(), *worker_rows])
 

@@ -23,6 +23,7 @@ from ..planner.core import (
     ReplicaBounds,
     ScalePool,
 )
+from ..planner.sharing import GpuBudget
 from ..planner.view import observe_fleet
 from .operations import Operations
 
@@ -32,10 +33,18 @@ ORDERS_LIMIT = 100  #: Orders that `GET /admin/v1/planner` can show, the last on
 
 
 class Autopilot:
-    """Runs one planner for the cluster and keeps a record of its orders."""
+    """Runs one model's planner and keeps a record of its orders.
 
-    def __init__(self, operations: Operations) -> None:
+    `gpus` is shared by the planners of all models, which plan in turn: one holds `turn`.
+    """
+
+    def __init__(
+        self, operations: Operations, model: str, gpus: GpuBudget, turn: asyncio.Lock
+    ) -> None:
         self._operations = operations
+        self._model = model
+        self._gpus = gpus
+        self._turn = turn
         self._settings = operations.config.scaling
         self._planner = Planner(planner_config(operations.config))
         self._orders: deque[dict[str, Any]] = deque(maxlen=ORDERS_LIMIT)
@@ -49,7 +58,8 @@ class Autopilot:
         while self._settings.mode != "off":
             await asyncio.sleep(self._settings.interval_s)
             try:
-                await self._plan(time.monotonic())
+                async with self._turn:
+                    await self._plan(time.monotonic())
             except Exception as error:  # of a peer that is away: the next try may work
                 log.warning("the planner cannot see: %s", str(error) or type(error).__name__)
 
@@ -75,11 +85,24 @@ class Autopilot:
             workers=workers,  # statistics
             starting_replicas={name: len(pool.starting) for name, pool in pools.items()},
         )
+        targets = {name: pool.target for name, pool in pools.items()}
+        self._note_gpus(targets)
         if observation is None:  # there is no router, so no demand is known
             return
+        self._planner.gpu_limit = self._gpus.limit_of(self._model)
         self._pressure = self._planner.present_pressure(observation)
         for action in self._planner.handle(observation, now):
             await self._order(action)
+            if isinstance(action, ScalePool) and self._settings.mode == "act":
+                # Serve may not have started them yet, or may refuse: the next look says.
+                targets[action.pool] = max(targets[action.pool], action.replicas)
+                self._note_gpus(targets)
+
+    def _note_gpus(self, targets: dict[str, int]) -> None:
+        """Tell the other models' planners how many GPUs this model's replicas have."""
+        pools = self._operations.config.pools
+        gpus = sum(count * pools.of(pool).tensor_parallel for pool, count in targets.items())
+        self._gpus.note(self._model, gpus)
 
     async def _order(self, action: PlannerAction) -> None:
         """Carry an action out, or check that it could be, and record what became of it."""

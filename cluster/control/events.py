@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 from ..gateway.edge import sse
-from .operations import Operations
+from .cluster_operations import ClusterOperations
 
 INTERVAL_S = 1.0  #: Between two statuses.
 #: Decisions that are looked at after each status. Older ones are left out: at more than 50 requests
@@ -14,30 +15,50 @@ INTERVAL_S = 1.0  #: Between two statuses.
 DECISIONS_LIMIT = 50
 
 
-async def events(operations: Operations) -> AsyncGenerator[bytes, None]:
+async def events(operations: ClusterOperations) -> AsyncGenerator[bytes, None]:
     """Yield server-sent events until the generator is closed, a batch each second.
 
-    `cluster` is the status. `decision` is one decision of the router: it comes when the decision
+    `cluster` is the status. `decision` is one decision of a router: it comes when the decision
     is new, and again when more has been observed of its outcome. `action` is one order, once; the
-    first batch has all orders that are remembered.
+    first batch has all orders that are remembered. Decisions and actions say their `model`, and are
+    numbered within it.
     """
-    #: Of the decisions sent in the last batch: number -> how many observations they had.
-    sent_observations: dict[int, int] = {}
-    last_action_number = 0
+    feeds: dict[str, _ModelFeed] = {}
     while True:
         yield sse.event(await operations.status(), "cluster")
+        for name, model in list(operations.models.items()):
+            feed = feeds.setdefault(name, _ModelFeed())
+            decisions = await model.operations.plane.latest(DECISIONS_LIMIT) or []
+            for decision in feed.new_decisions(decisions):
+                yield sse.event({**decision, "model": name}, "decision")
+            for action in feed.new_actions(list(model.operations.actions)):
+                yield sse.event({**action, "model": name}, "action")
+        await asyncio.sleep(INTERVAL_S)
 
-        decisions = await operations.plane.latest(DECISIONS_LIMIT) or []  # None: no router answers
-        for decision in reversed(decisions):  # the oldest first
-            if sent_observations.get(decision["number"]) != len(decision["observed"]):
-                yield sse.event(decision, "decision")
-        sent_observations = {
+
+class _ModelFeed:
+    """What was sent of one model's decisions and actions."""
+
+    def __init__(self) -> None:
+        #: Of the decisions sent in the last batch: number -> how many observations they had.
+        self._sent_observations: dict[int, int] = {}
+        self._last_action_number = 0
+
+    def new_decisions(self, decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return those of the latest decisions that say something new, the oldest first."""
+        news = [
+            decision
+            for decision in reversed(decisions)
+            if self._sent_observations.get(decision["number"]) != len(decision["observed"])
+        ]
+        self._sent_observations = {
             decision["number"]: len(decision["observed"]) for decision in decisions
         }
+        return news
 
-        for action in list(operations.actions):
-            if action["number"] > last_action_number:
-                last_action_number = action["number"]
-                yield sse.event(action, "action")
-
-        await asyncio.sleep(INTERVAL_S)
+    def new_actions(self, actions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the actions that were not sent yet, the oldest first."""
+        news = [action for action in actions if action["number"] > self._last_action_number]
+        if news:
+            self._last_action_number = news[-1]["number"]
+        return news

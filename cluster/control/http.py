@@ -35,11 +35,11 @@ from ..gateway.edge.listen import HeaderLimitProtocol
 from ..gateway.errors import ApiError
 from ..telemetry.targets import scrape_targets
 from . import ray_dashboard
-from .autopilot import Autopilot
-from .doctor import Doctor, parse_probe_size
+from .cluster_operations import ClusterOperations, ControlledModel
+from .doctor import parse_probe_size
 from .events import events
 from .history import INTERVAL_S, History
-from .operations import Operations
+from .model_orders import ModelOrders
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class ScaleBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: int | None = None
     decode: int | None = None
     dry_run: bool = False
+    model: str = ""  #: Whose pools; empty: the only model's.
 
 
 class DrainBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,6 +83,20 @@ class FlipBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /admin/v1/replicas/{id}:flip`: the new role."""
 
     to: str  #: prefill or decode
+    dry_run: bool = False
+
+
+class AddModelBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/v1/models`: one more model, beside those that are served."""
+
+    name: str
+    config: dict[str, Any] = {}  #: Sections of cluster.yaml that are a model's own.
+    dry_run: bool = False
+
+
+class RemoveModelBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /admin/v1/models/{name}:remove`: no more requests for a model; then it is deleted."""
+
     dry_run: bool = False
 
 
@@ -109,14 +124,14 @@ async def _read_body(request: HttpRequest, body_type: type[Body]) -> Body:
 
 
 def build(
-    operations: Operations, *, doctor: Doctor, autopilot: Autopilot, metrics_address: str
+    operations: ClusterOperations, model_orders: ModelOrders, metrics_address: str
 ) -> Starlette:
     """Return the ASGI application. `metrics_address` is "host:port" of Control's own metrics.
 
     While it is served, it records the cluster's history.
     """
     history = History()
-    admin = AdminRoutes(operations, doctor, autopilot, metrics_address, history=history)
+    admin = AdminRoutes(operations, model_orders, metrics_address, history=history)
     replica = "/admin/v1/replicas/{replica:path}"
     routes = [
         Route("/health", admin.health),
@@ -131,6 +146,8 @@ def build(
         Route(f"{replica}:drain", admin.drain, methods=["POST"]),
         Route(f"{replica}:undrain", admin.undrain, methods=["POST"]),
         Route(f"{replica}:flip", admin.flip, methods=["POST"]),
+        Route("/admin/v1/models", admin.add_model, methods=["POST"]),
+        Route("/admin/v1/models/{name:path}:remove", admin.remove_model, methods=["POST"]),
         Route("/admin/v1/decisions", admin.decisions),
         Route("/admin/v1/requests/{request}/explain", admin.explain),
         Route("/admin/v1/planner", admin.planner),
@@ -242,20 +259,22 @@ class AdminGuard:
 
 
 class AdminRoutes:
-    """One method for each route; all of them raise ApiError."""
+    """One method for each route; all of them raise ApiError.
+
+    Where there are several models, a question about one of them names it as `?model=`; without a
+    name it is about the first one.
+    """
 
     def __init__(
         self,
-        operations: Operations,
-        doctor: Doctor,
-        autopilot: Autopilot,
+        operations: ClusterOperations,
+        model_orders: ModelOrders,
         metrics_address: str,
         *,
         history: History,
     ) -> None:
         self._operations = operations
-        self._doctor = doctor
-        self._autopilot = autopilot
+        self._model_orders = model_orders
         self._metrics_address = metrics_address
         self._history = history
 
@@ -268,6 +287,10 @@ class AdminRoutes:
             except Exception as error:  # of a peer that is away: the next try may work
                 log.warning("no sample: %s", str(error) or type(error).__name__)
 
+    def _model_of(self, request: HttpRequest) -> ControlledModel:
+        """Return the model that the request names, or the first one. Raises ApiError."""
+        return self._operations.find_or_first(request.query_params.get("model", ""))
+
     # ---- questions -------------------------------------------------------------------------------
 
     async def health(self, _: HttpRequest) -> Response:
@@ -275,9 +298,11 @@ class AdminRoutes:
 
     async def metrics_targets(self, _: HttpRequest) -> Response:
         """Answer Prometheus's http_sd: where each process exports its metrics."""
-        plane = self._operations.plane
-        router, _workers = await plane.inspect()
-        return JSONResponse(scrape_targets(self._metrics_address, router, plane.cards.values()))
+        planes = [model.operations.plane for model in self._operations.models.values()]
+        inspections = await asyncio.gather(*(plane.inspect() for plane in planes))
+        routers = [router for router, _workers in inspections if router is not None]
+        cards = [card for plane in planes for card in plane.cards.values()]
+        return JSONResponse(scrape_targets(self._metrics_address, routers, cards))
 
     async def cluster(self, _: HttpRequest) -> Response:
         return JSONResponse(await self._operations.status())
@@ -289,18 +314,20 @@ class AdminRoutes:
     async def replicas(self, _: HttpRequest) -> Response:
         return JSONResponse({"replicas": await self._operations.workers()})
 
-    async def planner(self, _: HttpRequest) -> Response:
-        return JSONResponse(self._autopilot.statistics())
+    async def planner(self, request: HttpRequest) -> Response:
+        return JSONResponse(self._model_of(request).autopilot.statistics())
 
-    async def config(self, _: HttpRequest) -> Response:
-        return JSONResponse(self._operations.config.model_dump(exclude={"secret"}))
+    async def config(self, request: HttpRequest) -> Response:
+        config = self._model_of(request).operations.config
+        return JSONResponse(config.model_dump(exclude={"secret"}))
 
     async def decisions(self, request: HttpRequest) -> Response:
         text = request.query_params.get("limit", "20")
         if not text.isdecimal() or not 1 <= int(text) <= DECISIONS_LIMIT:
             message = f"limit must be between 1 and {DECISIONS_LIMIT}"
             raise ApiError("invalid_request", message, "limit")
-        decisions = await self._operations.latest_decisions(int(text))
+        model = request.query_params.get("model", "")
+        decisions = await self._operations.latest_decisions(int(text), model)
         return JSONResponse({"decisions": decisions})
 
     async def explain(self, request: HttpRequest) -> Response:
@@ -308,14 +335,14 @@ class AdminRoutes:
         decisions = await self._operations.explain(request_id)
         return JSONResponse({"request": request_id, "decisions": decisions})
 
-    async def whatif_policies(self, _: HttpRequest) -> Response:
+    async def whatif_policies(self, request: HttpRequest) -> Response:
         """Answer which policies a what-if can simulate, and which one the cluster runs."""
-        policy = self._operations.config.router.policy
+        policy = self._model_of(request).operations.config.router.policy
         return JSONResponse({"policies": list(POLICIES), "policy": policy})
 
     async def whatif(self, request: HttpRequest) -> Response:
         body = await _read_body(request, WhatIfBody)
-        result = await self._operations.whatif(
+        result = await self._model_of(request).operations.whatif(
             policy=body.policy, prefill=body.prefill, decode=body.decode, load=body.load
         )
         return JSONResponse(result)
@@ -326,7 +353,8 @@ class AdminRoutes:
         A refusal is raised in place of the first item, before the answer begins, and so it gets a
         status of its own.
         """
-        examination = self._doctor.run(parse_probe_size(await sse.read_body(request)))
+        doctor = self._model_of(request).doctor
+        examination = doctor.run(parse_probe_size(await sse.read_body(request)))
         first_item = await anext(examination)
         return sse.EventStream(sse.each(_doctor_events(first_item, examination)), {})
 
@@ -354,7 +382,18 @@ class AdminRoutes:
             counts["prefill"] = body.prefill
         if body.decode is not None:
             counts["decode"] = body.decode
-        return JSONResponse(await self._operations.scale(counts, dry_run=body.dry_run))
+        result = await self._operations.scale(counts, dry_run=body.dry_run, model=body.model)
+        return JSONResponse(result)
+
+    async def add_model(self, request: HttpRequest) -> Response:
+        body = await _read_body(request, AddModelBody)
+        result = await self._model_orders.add(body.name, body.config, dry_run=body.dry_run)
+        return JSONResponse(result)
+
+    async def remove_model(self, request: HttpRequest) -> Response:
+        body = await _read_body(request, RemoveModelBody)
+        name = request.path_params["name"]
+        return JSONResponse(await self._model_orders.remove(name, dry_run=body.dry_run))
 
     async def drain(self, request: HttpRequest) -> Response:
         body = await _read_body(request, DrainBody)

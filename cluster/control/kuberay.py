@@ -26,17 +26,22 @@ REQUEST_TIMEOUT_S = 10.0  #: For one answer of Kubernetes.
 class KubeRayPools:
     """The `PoolScaler` that observes the pools in Serve and sets their counts in the RayService.
 
-    `name` is the RayService's. `server_url` is that of Kubernetes' API server; None: the one that
+    `name` is the RayService's, `application` that of the model in Serve. `server_url` is that of Kubernetes' API server; None: the one that
     this pod's environment names. `resize` raises ScaleError where Kubernetes refuses.
     """
 
     def __init__(
-        self, name: str, account_folder: Path = ACCOUNT_FOLDER, server_url: str | None = None
+        self,
+        name: str,
+        application: str,
+        account_folder: Path = ACCOUNT_FOLDER,
+        server_url: str | None = None,
     ) -> None:
         self._name = name
+        self._application = application
         self._account_folder = account_folder
         self._server_url = server_url or _server_url_of_this_pod()
-        self._serve_pools = ServePools()
+        self._serve_pools = ServePools(application)
 
     async def observe(self) -> dict[str, PoolObservation]:
         return await self._serve_pools.observe()
@@ -62,7 +67,7 @@ class KubeRayPools:
             rayservice = response.json()
             response = await client.patch(
                 path,
-                json=_patch_of(rayservice, counts),
+                json=_patch_of(rayservice, self._application, counts),
                 headers={"content-type": "application/merge-patch+json"},
             )
             if response.status_code == httpx.codes.CONFLICT:
@@ -83,13 +88,15 @@ class KubeRayPools:
         )
 
 
-def _patch_of(rayservice: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+def _patch_of(
+    rayservice: dict[str, Any], application: str, counts: dict[str, int]
+) -> dict[str, Any]:
     """Return a merge patch that Kubernetes refuses if `rayservice` is no longer the newest.
 
     The resource version in it makes Kubernetes compare. The Serve config is YAML text in one field.
     """
     config = yaml.safe_load(rayservice["spec"]["serveConfigV2"])
-    config["applications"] = with_replica_counts(config["applications"], counts)
+    config["applications"] = with_replica_counts(config["applications"], application, counts)
     return {
         "metadata": {"resourceVersion": rayservice["metadata"]["resourceVersion"]},
         "spec": {"serveConfigV2": yaml.safe_dump(config, sort_keys=False)},
@@ -113,9 +120,13 @@ def _server_url_of_this_pod() -> str:
     return f"https://{host}:{port}"
 
 
-def find_pool_scaler() -> PoolScaler:
-    """Return what sets the counts here: the RayService in a KubeRay pod, Serve anywhere else."""
-    name = os.environ.get(RAYSERVICE_VARIABLE)
-    if name and (ACCOUNT_FOLDER / "token").exists():
-        return KubeRayPools(name)
-    return ServePools()
+def find_pool_scaler(application: str) -> PoolScaler:
+    """Return what sets the counts of a model's application: the RayService in a KubeRay pod, Serve anywhere else."""
+    if runs_on_kuberay():
+        return KubeRayPools(os.environ[RAYSERVICE_VARIABLE], application)
+    return ServePools(application)
+
+
+def runs_on_kuberay() -> bool:
+    """Return whether this is a pod of a RayService, whose operator owns the Serve config."""
+    return bool(os.environ.get(RAYSERVICE_VARIABLE)) and (ACCOUNT_FOLDER / "token").exists()

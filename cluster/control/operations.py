@@ -19,6 +19,7 @@ import time
 from collections import deque
 from typing import Any
 
+from ..applications import POOL_DEPLOYMENTS
 from ..config import ClusterConfig
 from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
@@ -26,7 +27,7 @@ from ..router_service import router_config
 from ..telemetry import ControlTally
 from . import orders
 from .orders import WorkerStatistics
-from .serve import POOL_DEPLOYMENTS, PoolObservation, PoolScaler, ScaleError
+from .serve import PoolObservation, PoolScaler, ScaleError
 from .status import summarize
 
 log = logging.getLogger(__name__)

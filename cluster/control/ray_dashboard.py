@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..applications import serve_details
 from ..gateway.errors import ApiError
-from .serve import serve_details
 
 VERSION_PATH = "/api/ray/version"
 APPLICATIONS_PATH = "/api/serve/applications/"

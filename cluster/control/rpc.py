@@ -22,8 +22,8 @@ from ...protos import admin_pb2, admin_pb2_grpc
 from ..config import ControlSettings
 from ..gateway.edge.grpc_edge import CONNECTION_LIMITS, DETAILS, bind, status_of
 from ..gateway.errors import ApiError
+from .cluster_operations import ClusterOperations
 from .http import BIND_RETRY_S, BIND_TIMEOUT_S, AdminGuard
-from .operations import Operations
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class AdminService:
     requests and responses are explained in protos/admin.proto.
     """
 
-    def __init__(self, operations: Operations, guard: AdminGuard) -> None:
+    def __init__(self, operations: ClusterOperations, guard: AdminGuard) -> None:
         self._operations = operations
         self._guard = guard
 
@@ -53,7 +53,7 @@ class AdminService:
             state=status["state"],
             missing=status["missing"],
             model=status["model"] or "",
-            pools={name: _typed(admin_pb2.Pool, pool) for name, pool in status["pools"].items()},
+            pools={name: _typed(admin_pb2.Pool, pool) for name, pool in pools_of(status).items()},
             replicas=[_typed(admin_pb2.Replica, worker) for worker in status["workers"]],
             cluster=_struct(status),
         )
@@ -63,7 +63,8 @@ class AdminService:
             pool: getattr(request, pool) for pool in ("prefill", "decode") if request.HasField(pool)
         }
         result = await self._call(
-            context, lambda: self._operations.scale(counts, dry_run=request.dry_run)
+            context,
+            lambda: self._operations.scale(counts, dry_run=request.dry_run, model=request.model),
         )
         return admin_pb2.ScaleResponse(
             changes=[admin_pb2.Change(**change) for change in result["changes"]],
@@ -132,6 +133,19 @@ class AdminService:
         except Exception:
             log.exception("an admin call failed")
             await _refuse(context, ApiError("internal", "internal error; Control's log has it"))
+
+
+def pools_of(status: dict[str, Any]) -> dict[str, Any]:
+    """Return the pools of a status: of several models by model and pool, `qwen/prefill`."""
+    models = status["models"]
+    if len(models) == 1:
+        pools: dict[str, Any] = status["pools"]
+        return pools
+    return {
+        f"{model}/{pool}": summary
+        for model, model_status in models.items()
+        for pool, summary in model_status["pools"].items()
+    }
 
 
 class AdminHealth(health_pb2_grpc.HealthServicer):

@@ -7,12 +7,18 @@ replica. All counts are therefore set through Serve's declarative API.
 
 from __future__ import annotations
 
+import asyncio
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-#: The Serve deployment of each pool.
-POOL_DEPLOYMENTS = {"prefill": "PrefillWorker", "decode": "DecodeWorker"}
-APPLICATION_NAME = "diptych"  #: The Serve application that all our deployments are parts of.
+from ..applications import (
+    LEAVING,
+    POOL_DEPLOYMENTS,
+    ROUTER_DEPLOYMENT,
+    serve_controller,
+    serve_details,
+)
 
 #: Replica states of Serve in which a replica cannot take requests yet.
 STARTING_STATES = ("STARTING", "UPDATING", "RECOVERING")
@@ -40,7 +46,7 @@ class PoolObservation(NamedTuple):
 
 
 class PoolScaler(Protocol):
-    """Where the pools' replica counts are set: Serve itself, or KubeRay's RayService."""
+    """Where one model's replica counts are set: Serve itself, or KubeRay's RayService."""
 
     async def observe(self) -> dict[str, PoolObservation]:
         """Return what Serve says of each pool, by the pool's name.
@@ -56,24 +62,23 @@ class PoolScaler(Protocol):
 
 
 def with_replica_counts(
-    applications: list[dict[str, Any]], counts: dict[str, int]
+    applications: list[dict[str, Any]], name: str, counts: dict[str, int]
 ) -> list[dict[str, Any]]:
     """Return a copy of Serve's application configs in which only the replica counts differ.
 
-    `counts` maps pools to replicas. Raises ScaleError where Diptych's application is missing.
+    `counts` maps pools of the application `name` to replicas. Raises ScaleError where it is
+    missing.
     """
     changed = copy.deepcopy(applications)
-    application = _find_by_name(changed, APPLICATION_NAME)
+    application = _find_by_name(changed, name)
     if application is None:
-        raise ScaleError(
-            f"Serve runs no application {APPLICATION_NAME!r} that was deployed by a config"
-        )
+        raise ScaleError(f"Serve runs no application {name!r} that was deployed by a config")
     deployments = application.setdefault("deployments", [])
     for pool, count in counts.items():
-        name = POOL_DEPLOYMENTS[pool]
-        deployment = _find_by_name(deployments, name)
+        deployment_name = POOL_DEPLOYMENTS[pool]
+        deployment = _find_by_name(deployments, deployment_name)
         if deployment is None:
-            deployment = {"name": name}
+            deployment = {"name": deployment_name}
             deployments.append(deployment)
         deployment["num_replicas"] = count
     return changed
@@ -83,9 +88,9 @@ def _find_by_name(configs: list[dict[str, Any]], name: str) -> dict[str, Any] | 
     return next((config for config in configs if config.get("name") == name), None)
 
 
-def pool_observations(details: dict[str, Any]) -> dict[str, PoolObservation]:
-    """Return what `details`, the details of Serve's instance, say of each pool."""
-    deployments = details["applications"].get(APPLICATION_NAME, {}).get("deployments", {})
+def pool_observations(details: dict[str, Any], name: str) -> dict[str, PoolObservation]:
+    """Return what the details of Serve's instance say of each pool of the application `name`."""
+    deployments = details["applications"].get(name, {}).get("deployments", {})
     return {
         pool: _observe_deployment(deployments.get(name)) for pool, name in POOL_DEPLOYMENTS.items()
     }
@@ -121,37 +126,78 @@ def _last_line(message: str) -> str:
 
 
 class ServePools:
-    """The `PoolScaler` that asks the Serve controller of this Ray cluster."""
+    """The `PoolScaler` of one model's application, which asks Serve's controller."""
+
+    def __init__(self, application: str) -> None:
+        self._application = application
 
     async def observe(self) -> dict[str, PoolObservation]:
-        return pool_observations(await serve_details())
+        return pool_observations(await serve_details(), self._application)
 
     async def resize(self, counts: dict[str, int]) -> None:
-        from ray.serve.schema import ServeDeploySchema
+        await change_applications(
+            lambda applications: with_replica_counts(applications, self._application, counts)
+        )
 
+
+#: Held while the applications are read, changed and applied: two orders at once, for two models,
+#: would take each other's changes back.
+_changing = asyncio.Lock()
+
+
+#: Makes new application configs of those that there are.
+ApplicationsChange = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+
+async def change_applications(change: ApplicationsChange) -> None:
+    """Let Serve run what `change` makes of the applications' configs.
+
+    Serve deletes an application that is left out. Raises what `change` raises.
+    """
+    from ray.serve.schema import ServeDeploySchema
+
+    async with _changing:
         details = await serve_details()
         deployed_configs = [
             application["deployed_app_config"]
             for application in details["applications"].values()
             if application.get("deployed_app_config")
         ]
-        config: dict[str, Any] = {"applications": with_replica_counts(deployed_configs, counts)}
+        config: dict[str, Any] = {"applications": change(deployed_configs)}
         # Serve's own setting, which an apply without it would take back.
         if details.get("target_capacity") is not None:
             config["target_capacity"] = details["target_capacity"]
-        await _controller().apply_config.remote(ServeDeploySchema.model_validate(config))
+        await serve_controller().apply_config.remote(ServeDeploySchema.model_validate(config))
 
 
-async def serve_details() -> dict[str, Any]:
-    """Return the details of Serve's instance, as the GET of Serve's REST API has them."""
-    details: dict[str, Any] = await _controller().get_serve_instance_details.remote()
-    return details
+def with_application(
+    applications: list[dict[str, Any]], added: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return Serve's application configs and one more. Raises ScaleError if its name is taken."""
+    if _find_by_name(applications, added["name"]) is not None:
+        raise ScaleError(f"Serve runs an application {added['name']!r} already")
+    return [*applications, added]
 
 
-def _controller() -> Any:
-    """Return the actor handle of Serve's controller in this Ray cluster."""
-    from ray.serve.context import _get_global_client
+def without_application(applications: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return Serve's application configs without one."""
+    return [application for application in applications if application["name"] != name]
 
-    client = _get_global_client()
-    assert client, "no Serve on this Ray cluster"
-    return client._controller
+
+def with_leaving(applications: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Return Serve's application configs in which one says that its model leaves.
+
+    The mark is in its router's `user_config`, which Serve changes in place: nothing restarts.
+    Raises ScaleError if there is no such application.
+    """
+    changed = copy.deepcopy(applications)
+    application = _find_by_name(changed, name)
+    if application is None:
+        raise ScaleError(f"Serve runs no application {name!r} that was deployed by a config")
+    deployments = application.setdefault("deployments", [])
+    router = _find_by_name(deployments, ROUTER_DEPLOYMENT)
+    if router is None:
+        router = {"name": ROUTER_DEPLOYMENT}
+        deployments.append(router)
+    router["user_config"] = {LEAVING: True}
+    return changed

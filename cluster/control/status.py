@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from typing import Any
 
+from ..applications import POOL_DEPLOYMENTS
 from ..config import ClusterConfig
 from .orders import WorkerStatistics
 from .reach import find_unreached_targets
-from .serve import POOL_DEPLOYMENTS, PoolObservation
+from .serve import PoolObservation
 
 #: Counts of requests that are added up over the gateways; "good" ones met both targets of the SLO:
 #: those of the time to the first token and of the gaps between tokens.
@@ -66,6 +67,56 @@ def summarize(
         "router": None if router is None else router_values,
         "workers": workers,
     }
+
+
+def summarize_models(statuses: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of the cluster from those of its models, by name; there is at least one.
+
+    `models` has each model's own. What stands beside it is that of the first model, but for what
+    is of all: the state, what is missing, requests, gateways and workers. With several models what
+    is missing, and each worker, says whose it is.
+    """
+    first = next(iter(statuses.values()))
+    if len(statuses) == 1:
+        return {**first, "models": statuses}
+    request_counts = Counter[str]()
+    for status in statuses.values():
+        request_counts.update(status["requests"])
+    is_healthy = all(status["state"] == "healthy" for status in statuses.values())
+    return {
+        **first,
+        "state": "healthy" if is_healthy else "degraded",
+        "missing": [
+            f"{name}: {part}" for name, status in statuses.items() for part in status["missing"]
+        ],
+        "requests": {name: request_counts[name] for name in REQUEST_COUNTS},
+        "gateways": _joined_gateways(list(statuses.values())),
+        "workers": [
+            {**worker, "model": name}
+            for name, status in statuses.items()
+            for worker in status["workers"]
+        ],
+        "models": statuses,
+    }
+
+
+def _joined_gateways(statuses: list[dict[str, Any]]) -> list[GatewayStatistics]:
+    """Return each gateway once, with its requests for all models.
+
+    Each model's router names the gateways, with what they say of this model.
+    """
+    joined: dict[str, GatewayStatistics] = {}
+    for status in statuses:
+        for gateway in status["gateways"]:
+            known = joined.get(gateway["id"])
+            if known is None:
+                joined[gateway["id"]] = gateway
+                continue
+            requests = {
+                name: known["requests"][name] + gateway["requests"][name] for name in REQUEST_COUNTS
+            }
+            joined[gateway["id"]] = {**known, "requests": requests}
+    return list(joined.values())
 
 
 def _missing_parts(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from ray import serve
@@ -19,14 +18,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..applications import FindModels, ModelApplication, find_models
 from ..config import ClusterConfig
 from ..router_service import node_host
 from ..telemetry import logs
-from .attempt.plane import Plane
 from .edge import http, rpc
 from .edge.listen import HttpListener
 from .edge.sse import RAW_SEND
-from .service import CLOSE_S, GatewayService
+from .model_directory import ModelDirectory
+from .served_model import CLOSE_S
+from .service import GatewayService
 
 #: For open answers, when the gateway is told to end; Serve kills the process after 15 s.
 DRAIN_S = 10.0
@@ -49,30 +50,23 @@ class Gateway:
     async def __init__(  # type: ignore[misc]
         self,
         config: dict[str, Any],
-        model_folder: str,
-        model: str,
+        models: Sequence[ModelApplication] | None = None,
         deployments: Sequence[object] = (),
     ) -> None:
         """Starts the gateway, and returns once it can be called.
 
-        `config` is the whole configuration, `model_folder` holds the checkpoint, and `model` is the
-        name that answers have. `deployments` are not used: binding them here makes Serve deploy the
-        router and the workers, which the gateway then finds by the router.
+        `config` is the front application's configuration. `models` are the models to serve; None:
+        those that Serve names. `deployments` are not used: binding them here makes Serve deploy
+        them with the gateway.
         """
         settings = ClusterConfig.model_validate(config)
-        replica = serve.get_replica_context().replica_id.unique_id
-        plane = Plane(
-            f"gateway/{replica}",
-            settings.secret,
-            settings.silence_s,
-            _find_router,
-            # The plane is there before the service, so these look it up when they are called.
-            statistics=lambda: self.service.statistics(),
-            close=lambda: self.service.end_requests(),
-        )
+        name = f"gateway/{serve.get_replica_context().replica_id.unique_id}"
         logs.configure(settings.observability.log, "gateway")
-        self.service = GatewayService(settings, Path(model_folder), model, plane)
+        self.service = GatewayService(settings, name)
         await self.service.metrics.start(node_host())
+        finding = find_models if models is None else _naming(models)
+        self._directory = ModelDirectory(settings, self.service, finding, name)
+        await self._directory.start()
 
         self._app = http.build_app(self.service)
         # Serve's gRPC proxies look methods up by these names.
@@ -99,6 +93,7 @@ class Gateway:
         stopping = [asyncio.ensure_future(server.stop(DRAIN_S)) for server in self._servers]
         if stopping:
             await asyncio.wait(stopping, timeout=DRAIN_S - CLOSE_S)
+        await self._directory.stop()
         await self.service.end_requests()
         await asyncio.gather(*stopping)
         await self.service.close()
@@ -106,6 +101,15 @@ class Gateway:
     async def __call__(self, request: HttpRequest) -> Response:
         """Answer a request that came by Serve's HTTP proxy."""
         return _Delegate(self._app)
+
+
+def _naming(models: Sequence[ModelApplication]) -> FindModels:
+    """Return what always names the same models."""
+
+    async def name_models() -> list[ModelApplication]:
+        return [*models]
+
+    return name_models
 
 
 class _Delegate(Response):
@@ -118,8 +122,3 @@ class _Delegate(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[RAW_SEND] = send  # streams write to it without what the app wraps around `send`
         await self._app(scope, receive, send)
-
-
-async def _find_router() -> str:
-    """Return the "host:port" of the router that Serve has now. Raises whatever Serve raises."""
-    return await serve.get_deployment_handle("Router", "diptych").address.remote()

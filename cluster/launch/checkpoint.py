@@ -8,6 +8,7 @@ this machine has free.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,8 +85,8 @@ def _download(path: str) -> Path:
         ) from None
 
 
-def check_memory(config: ClusterConfig, checkpoint: Checkpoint) -> None:
-    """Compare what all workers need with the memory that is free on this machine.
+def check_memory(models: Sequence[tuple[ClusterConfig, Checkpoint]]) -> None:
+    """Compare what all workers of all models need with the memory that is free on this machine.
 
     A worker needs the weights, its KV pool and `WORKER_OVERHEAD_MIB`. A worker counts as one
     process: with `tensor_parallel` above 1 it needs more than is counted. Raises ConfigError if the
@@ -94,23 +95,32 @@ def check_memory(config: ClusterConfig, checkpoint: Checkpoint) -> None:
     free_bytes = available_memory()
     if free_bytes is None:  # this system does not say
         return
+    needed_bytes = sum(_needed_bytes(config, checkpoint) for config, checkpoint in models)
+    if needed_bytes > free_bytes:
+        worker_count = sum(
+            pool.replicas
+            for config, _ in models
+            for pool in (config.pools.prefill, config.pools.decode)
+        )
+        raise ConfigError(
+            f"too little memory: {worker_count} workers need about {needed_bytes >> 20} MiB "
+            f"(weights, KV pools, {WORKER_OVERHEAD_MIB} MiB each), {free_bytes >> 20} MiB are "
+            "free; lower pools.*.engine.kv_mib or pools.*.replicas, or take a smaller model"
+        )
+
+
+def _needed_bytes(config: ClusterConfig, checkpoint: Checkpoint) -> int:
+    """Return what the workers of one model need."""
     if checkpoint.spec is not None:
         model_bytes = weight_bytes(checkpoint.spec, config.model.dtype)
     else:
         files = checkpoint.folder.glob("*.safetensors")
         model_bytes = sum(file.stat().st_size for file in files)
     pools = (config.pools.prefill, config.pools.decode)
-    needed_bytes = sum(
+    return sum(
         pool.replicas * (model_bytes + _host_pool_bytes(pool) + (WORKER_OVERHEAD_MIB << 20))
         for pool in pools
     )
-    if needed_bytes > free_bytes:
-        worker_count = sum(pool.replicas for pool in pools)
-        raise ConfigError(
-            f"too little memory: {worker_count} workers need about {needed_bytes >> 20} MiB "
-            f"(weights, KV pools, {WORKER_OVERHEAD_MIB} MiB each), {free_bytes >> 20} MiB are "
-            "free; lower pools.*.engine.kv_mib or pools.*.replicas, or take a smaller model"
-        )
 
 
 def _host_pool_bytes(pool: PoolConfig) -> int:

@@ -2,12 +2,13 @@
 
 1. `prepare` checks everything that can be checked before a process starts.
 2. `LocalCluster.start` starts Ray, or joins a Ray that runs, and then Serve.
-3. The application is deployed as a Serve config, not by `serve.run`, because the same config with
-   other replica counts scales the application in place (`control/serve.py`).
+3. The applications are deployed, one in front and one for each model. They are deployed as a Serve config,
+   not by `serve.run`, because the same config with other replica counts scales an application in
+   place (`control/serve.py`).
 4. `start` reports progress until every deployment is healthy and the gateway is ready.
 5. `watch` waits until Ray has lost a process without which no replica lives for long.
 6. `stop` closes the gateways, so that open answers end with an error that says why, and then ends
-   Serve and Ray, or only the application on a Ray that others started.
+   Serve and Ray, or only the applications on a Ray that others started.
 """
 
 from __future__ import annotations
@@ -20,10 +21,20 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..applications import (
+    FRONT_APPLICATION,
+    FRONT_BUILDER,
+    MODEL_BUILDER,
+    ONLY_MODEL_SLUG,
+    POOL_DEPLOYMENTS,
+    ROUTER_DEPLOYMENT,
+    model_application_name,
+)
 from ..config import (
     SECRET,
     ClusterConfig,
@@ -32,7 +43,7 @@ from ..config import (
     ModelSettings,
     host_and_port,
 )
-from ..control.serve import APPLICATION_NAME, POOL_DEPLOYMENTS
+from ..model_entries import front_args, model_args, slug_of
 from ..worker import cores
 from .checkpoint import Checkpoint, check_memory, find_checkpoint
 from .engine_environment import check_python
@@ -68,6 +79,15 @@ FAILED_STATES = ("DEPLOY_FAILED", "UNHEALTHY")  #: Of a Serve deployment.
 ReportProgress = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model that was found and can be served."""
+
+    application: str  #: Of Serve, by name.
+    config: ClusterConfig  #: By which the model is served.
+    checkpoint: Checkpoint
+
+
 class LocalCluster:
     """A cluster from before its start to its end. `stop` ends it in whatever state it is.
 
@@ -75,16 +95,19 @@ class LocalCluster:
     """
 
     def __init__(
-        self, config: ClusterConfig, checkpoint: Checkpoint, ray_address: str | None = None
+        self,
+        config: ClusterConfig,
+        models: Sequence[PreparedModel],
+        ray_address: str | None = None,
     ) -> None:
         self.config = config
-        self.checkpoint = checkpoint
+        self.models = list(models)  #: At least one.
         #: What `ray` and `serve` in a terminal need; None if Ray was started by others, or is not
         #: up yet.
         self.ray_access: RayAccess | None = None
         #: The Ray to join; None: a new one is started.
         self._ray_address = ray_address
-        self._router: DeploymentHandle | None = None
+        self._routers: dict[str, DeploymentHandle] = {}  #: By application.
         #: The folder of our own Ray; empty if there is none.
         self._ray_folder = ""
         #: By deployment or worker: the progress that was reported last.
@@ -103,7 +126,7 @@ class LocalCluster:
             join_ray(self._ray_address, self.config.ray.auth)
         else:
             self._check_ports()
-            cores.offer(self.config)
+            cores.offer([model.config for model in self.models])
             report_progress("starting Ray")
             self._make_folder()
             if note_folder:
@@ -157,10 +180,10 @@ class LocalCluster:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
-        application = serve_config(self.config, self.checkpoint)
+        applications = serve_applications(self.config, self.models)
         client = _get_global_client()
         assert client, "Serve was started above"
-        client.deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+        client.deploy_apps(ServeDeploySchema.model_validate({"applications": applications}))
 
     def _wait_until_ready(self, report_progress: ReportProgress) -> None:
         """Report progress until every deployment is healthy and the gateway is ready.
@@ -171,24 +194,45 @@ class LocalCluster:
 
         deadline = time.monotonic() + START_LIMIT_S
         while time.monotonic() < deadline:
-            application = serve.status().applications.get(APPLICATION_NAME)
-            if application is not None:
-                self._report_deployments(application, report_progress)
-                self._report_loading(report_progress)
-                if application.status.value == "RUNNING" and self.ready():
-                    return
-                if application.status.value == "DEPLOY_FAILED":
-                    raise StartError(_describe_failure("the application", application.message))
+            statuses = serve.status().applications
+            for name in self._application_names:
+                if name in statuses:
+                    self._report_application(name, statuses[name], report_progress)
+            all_run = all(
+                name in statuses and statuses[name].status.value == "RUNNING"
+                for name in self._application_names
+            )
+            if all_run and self.ready():
+                return
             time.sleep(POLL_INTERVAL_S)
         raise StartError(
             f"the cluster was not ready after {START_LIMIT_S:.0f} s; logs: {self.logs}"
         )
 
+    @property
+    def _application_names(self) -> list[str]:
+        """All applications that the cluster consists of."""
+        return [FRONT_APPLICATION, *(model.application for model in self.models)]
+
+    def _report_application(
+        self, name: str, application: ApplicationStatusOverview, report_progress: ReportProgress
+    ) -> None:
+        """Report what is new of an application. Raises StartError if it failed."""
+        model = next((model for model in self.models if model.application == name), None)
+        # With several models each has deployments and workers of the same names.
+        prefix = f"{model.checkpoint.name}/" if model and len(self.models) > 1 else ""
+        self._report_deployments(prefix, application, report_progress)
+        if model:
+            self._report_loading(prefix, name, report_progress)
+        if application.status.value == "DEPLOY_FAILED":
+            raise StartError(_describe_failure("the application", application.message))
+
     def _report_deployments(
-        self, application: ApplicationStatusOverview, report_progress: ReportProgress
+        self, prefix: str, application: ApplicationStatusOverview, report_progress: ReportProgress
     ) -> None:
         """Report deployments that became healthy. Raises StartError if one failed."""
-        for name, deployment in application.deployments.items():
+        for deployment_name, deployment in application.deployments.items():
+            name = f"{prefix}{deployment_name}"
             state = deployment.status.value
             if state in FAILED_STATES:
                 raise StartError(_describe_failure(name, deployment.message))
@@ -198,27 +242,36 @@ class LocalCluster:
                 self._reported[name] = line
                 report_progress(line)
 
-    def _report_loading(self, report_progress: ReportProgress) -> None:
-        """Report what the workers load, once there is a router that knows it."""
-        if "Router" not in self._reported:
+    def _report_loading(
+        self, prefix: str, application: str, report_progress: ReportProgress
+    ) -> None:
+        """Report what a model's workers load, once there is a router that knows it."""
+        if f"{prefix}{ROUTER_DEPLOYMENT}" not in self._reported:
             return
         # By worker: what it loads now, and the fraction that is done.
-        progress = self._router_handle().progress.remote().result()
-        for worker, (phase, fraction) in progress.items():
+        progress = self._router_handle(application).progress.remote().result()
+        for name, (phase, fraction) in progress.items():
+            worker = f"{prefix}{name}"
             if fraction < 1.0 and self._reported.get(worker) != phase:
                 self._reported[worker] = phase
                 report_progress(f"{worker}: {phase} ({fraction:.0%})")
 
     def ready(self) -> bool:
-        """Return whether the gateway says that requests can be served."""
+        """Return whether the gateway says that requests for every model can be served."""
         import httpx
 
-        # Unverified: a certificate for the cluster's public name is not one for this address.
-        try:
-            response = httpx.get(f"{self.url}/ready", timeout=READY_TIMEOUT_S, verify=False)
-        except httpx.HTTPError:
-            return False
-        return response.status_code == 200
+        for model in self.models:
+            question = {"model": model.checkpoint.name}
+            # Unverified: a certificate for the cluster's public name is not one for this address.
+            try:
+                response = httpx.get(
+                    f"{self.url}/ready", params=question, timeout=READY_TIMEOUT_S, verify=False
+                )
+            except httpx.HTTPError:
+                return False
+            if response.status_code != httpx.codes.OK:
+                return False
+        return True
 
     @property
     def url(self) -> str:
@@ -259,7 +312,7 @@ class LocalCluster:
             with _hidden_output(), contextlib.suppress(Exception):
                 self._close_gateways()
                 if self._ray_address:
-                    serve.delete(APPLICATION_NAME)
+                    _delete_applications(self._application_names)
                 else:
                     serve.shutdown()
                 ray.shutdown()
@@ -269,16 +322,20 @@ class LocalCluster:
     def _close_gateways(self) -> None:
         """End open answers with an error that says why, before Serve ends their gateways."""
         with contextlib.suppress(Exception):  # there may be no router
-            closing = self._router_handle().close_gateways.remote()
+            # Each gateway is connected to every model's router, and ends the requests of all.
+            router = self._router_handle(self.models[0].application)
+            closing = router.close_gateways.remote()
             closing.result(timeout_s=CLOSE_LIMIT_S)
 
-    def _router_handle(self) -> DeploymentHandle:
+    def _router_handle(self, application: str) -> DeploymentHandle:
         from ray import serve
 
-        if self._router is None:
-            self._router = serve.get_deployment_handle("Router", APPLICATION_NAME)
-            self._router._init(_run_router_in_separate_loop=True)  # no event loop runs here
-        return self._router
+        handle = self._routers.get(application)
+        if handle is None:
+            handle = serve.get_deployment_handle(ROUTER_DEPLOYMENT, application)
+            handle._init(_run_router_in_separate_loop=True)  # no event loop runs here
+            self._routers[application] = handle
+        return handle
 
 
 @contextlib.contextmanager
@@ -300,24 +357,46 @@ def _hidden_output() -> Iterator[None]:
         os.close(null_descriptor)
 
 
-def serve_config(config: ClusterConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the application as a Serve config file has it.
+def _delete_applications(names: list[str]) -> None:
+    """End our applications and wait for it; others of this Serve stay."""
+    from ray.serve.context import _get_global_client
 
-    Its arguments must not change when the application is scaled. The secret is no argument, as
-    Serve logs these: the application's builder takes it from the environment of Ray's nodes.
+    client = _get_global_client()
+    if client:
+        client.delete_apps(names)
+
+
+def serve_applications(
+    config: ClusterConfig, models: Sequence[PreparedModel]
+) -> list[dict[str, Any]]:
+    """Return the applications as a Serve config file has them: the front one, and the models'.
+
+    Their arguments must not change when a model is scaled. The secret is no argument, as Serve logs
+    these: the applications' builders take it from the environment of Ray's nodes.
     """
-    arguments = config.model_dump(mode="json", exclude={"secret"})
-    arguments["model"] |= {"path": str(checkpoint.folder), "name": checkpoint.name}
+    front = {
+        "name": FRONT_APPLICATION,
+        "import_path": FRONT_BUILDER,
+        "route_prefix": "/",
+        "args": front_args(config.model_dump(mode="json", exclude={"secret"})),
+    }
+    return [front, *(serve_model_application(model) for model in models)]
+
+
+def serve_model_application(model: PreparedModel) -> dict[str, Any]:
+    """Return a model's application as a Serve config file has it."""
+    tree = model.config.model_dump(mode="json", exclude={"secret"})
+    tree["model"] |= {"path": str(model.checkpoint.folder), "name": model.checkpoint.name}
     deployments = []
     for pool, deployment_name in POOL_DEPLOYMENTS.items():
-        replicas = config.pools.of(pool).replicas
+        replicas = model.config.pools.of(pool).replicas
         if replicas:  # Serve allows no deployment with 0 replicas
             deployments.append({"name": deployment_name, "num_replicas": replicas})
     return {
-        "name": APPLICATION_NAME,
-        "import_path": "diptych.cluster.app:application",
-        "route_prefix": "/",
-        "args": arguments,
+        "name": model.application,
+        "import_path": MODEL_BUILDER,
+        "route_prefix": None,  # clients' calls go to the front application
+        "args": model_args(tree),
         "deployments": deployments,
     }
 
@@ -329,15 +408,24 @@ def prepare(config: ClusterConfig, ray_address: str | None = None) -> LocalClust
     nothing. The cluster that is returned has not been started.
     """
     check_environment(config.ray.auth)
-    check_formats(config.model)
-    checkpoint = find_checkpoint(config)
+    if config.models:
+        models = [_prepare_model(config.of_model(name), slug_of(name)) for name in config.models]
+    else:
+        models = [_prepare_model(config, ONLY_MODEL_SLUG)]
     if ray_address is None:
-        if config.engine.python is not None:
-            check_python(config.engine.python)
-        check_memory(config, checkpoint)
+        check_memory([(model.config, model.checkpoint) for model in models])
         check_gateway(config.gateway)
-        check_chat_template(config.model.chat_template)
-    return LocalCluster(config, checkpoint, ray_address)
+        for model in models:
+            if model.config.engine.python is not None:
+                check_python(model.config.engine.python)
+            check_chat_template(model.config.model.chat_template)
+    return LocalCluster(config, models, ray_address)
+
+
+def _prepare_model(config: ClusterConfig, slug: str) -> PreparedModel:
+    """Find a model and check that it can be served. Raises ConfigError."""
+    check_formats(config.model)
+    return PreparedModel(model_application_name(slug), config, find_checkpoint(config))
 
 
 def check_gateway(settings: GatewaySettings) -> None:

@@ -296,6 +296,11 @@ class Planner:
     #: Since when a smaller fleet would have been enough, each time that this was looked at; None: it
     #: was not at the last time, or the fleet has shrunk since.
     oversized_since: float | None = None
+    #: GPUs that all replicas may have now: less than configured while other models have some.
+    gpu_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        self.gpu_limit = self.config.gpu_limit
 
     def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
         """Return what to change now. `now` is in seconds by any one clock.
@@ -436,8 +441,8 @@ class Planner:
         )
         added = max(1, round(len(roles.workers(pool)) * (pressure - 1)))
         count = min(counts[pool] + added, self.config.pools[pool].limit)
-        if self.config.gpu_limit is not None:
-            free_gpus = self.config.gpu_limit - self._used_gpus(observation, roles)
+        if self.gpu_limit is not None:
+            free_gpus = self.gpu_limit - self._used_gpus(observation, roles)
             count = min(count, counts[pool] + free_gpus // roles.workers(pool)[0].gpus)
         if count <= counts[pool]:
             return []

@@ -33,7 +33,7 @@ class _Answer(NamedTuple):
 class Exporter:
     """Answers `GET /metrics`, one request for each connection, and renders the page for others.
 
-    `labels` are put on every row of this process; under vLLM's names a row has only the label
+    `labels` are put on every row of this process, unless the row has other values of them; under vLLM's names a row has only the label
     `model` of them, as `model_name`. `read_rows` makes the rows anew for each page. `settings` says
     where to listen, and whether vLLM's names are exported, too.
     """

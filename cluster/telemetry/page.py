@@ -43,6 +43,8 @@ class MetricRow(NamedTuple):
     name: str  #: Without the prefix `diptych_`, but with `vllm:` if the name is vLLM's.
     value: float | Mapping[str, float]
     labels: Mapping[str, str] = MappingProxyType({})  #: In the order of the definition's labels.
+    #: Replace labels of the process: a gateway's row is of one of its models.
+    base_labels: Mapping[str, str] = MappingProxyType({})
 
 
 #: Makes a process's rows, at each scrape.
@@ -58,8 +60,8 @@ FAMILY_TYPES: dict[str, type[Family]] = {
 class MetricsPage(Collector):
     """Collects the rows of one process.
 
-    Every row has `base_labels`, but those with vLLM's names, which have `model_name` instead: the
-    value of the base label `model`. Rows with vLLM's names are on the page only with `vllm_names`.
+    Every row has `base_labels`, or values of its own in their place. Rows with vLLM's names have
+    `model_name` instead: the value of the base label `model`. Rows with vLLM's names are on the page only with `vllm_names`.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class MetricsPage(Collector):
     ) -> None:
         """Add a row to the family of its metric, which is made if this is its first row."""
         assert tuple(row.labels) == definition.labels, (name, row.labels)
-        base_labels = self._base_labels
+        assert row.base_labels.keys() <= self._base_labels.keys(), (name, row.base_labels)
+        base_labels = {**self._base_labels, **row.base_labels}
         if name.startswith(VLLM_PREFIX):
             # vLLM's boards select the model by this label.
-            base_labels = {"model_name": self._base_labels["model"]}
+            base_labels = {"model_name": base_labels["model"]}
         if name not in families:
             family_type = FAMILY_TYPES[definition.kind]
             label_names = [*base_labels, *definition.labels]

@@ -9,24 +9,25 @@ from ...protos.frames import WorkerCard
 
 
 def scrape_targets(
-    control_address: str, router_statistics: dict[str, Any] | None, cards: Iterable[WorkerCard]
+    control_address: str, routers: Iterable[dict[str, Any]], cards: Iterable[WorkerCard]
 ) -> list[dict[str, Any]]:
     """Return the addresses of all exporters, grouped by part, in the format of http_sd.
 
-    The router's statistics have its own address and the gateways'; None if there is no router. A
-    worker's card has the worker's. Addresses are "host:port"; an empty one is left out, as its
+    The statistics of each model's router have its own address and the gateways', which are those of
+    the other routers, too. A worker's card has the worker's. Addresses are "host:port"; an empty one is left out, as its
     process does not listen yet.
     """
     addresses_by_part = {
         "control": [control_address],
         "worker": [card.metrics for card in cards],
     }
-    if router_statistics is not None:
-        gateways = router_statistics.get("gateways", [])
-        addresses_by_part["router"] = [router_statistics.get("metrics", "")]
-        addresses_by_part["gateway"] = [gateway.get("metrics", "") for gateway in gateways]
+    for router in routers:
+        gateways = router.get("gateways", [])
+        addresses_by_part.setdefault("router", []).append(router.get("metrics", ""))
+        gateway_addresses = addresses_by_part.setdefault("gateway", [])
+        gateway_addresses += [gateway.get("metrics", "") for gateway in gateways]
     return [
-        {"targets": sorted(filter(None, addresses)), "labels": {"part": part}}
+        {"targets": sorted({*filter(None, addresses)}), "labels": {"part": part}}
         for part, addresses in sorted(addresses_by_part.items())
         if any(addresses)
     ]

@@ -21,6 +21,8 @@ from typing import IO
 from ..config import ClusterConfig
 
 VARIABLE = "DIPTYCH_CORES"  #: the environment variable with the path of the folder with the locks
+#: Environment variable with the number of threads of all engines of all models at the start.
+THREADS_VARIABLE = "DIPTYCH_ENGINE_THREADS"
 
 
 def usable() -> list[int]:
@@ -30,34 +32,39 @@ def usable() -> list[int]:
     return sorted(os.sched_getaffinity(0))
 
 
-def suffice(config: ClusterConfig, cores: int) -> bool:
-    """Whether `cores` cores give every thread of every engine one of its own.
+def suffice(models: Sequence[ClusterConfig], cores: int) -> bool:
+    """Whether `cores` cores give every thread of every engine of all models one of its own.
 
     They never do with tensor parallelism: each rank is a process of its own, whose threads are not
     bound to cores.
     """
-    pools = (config.pools.prefill, config.pools.decode)
+    pools = [pool for config in models for pool in (config.pools.prefill, config.pools.decode)]
     if any(pool.tensor_parallel > 1 for pool in pools):
         return False
-    return _engine_threads(config) <= cores
+    return _engine_threads(models) <= cores
 
 
 def spare(config: ClusterConfig, cores: int) -> bool:
-    """Whether the engines leave at least one of `cores` cores to everything else."""
-    return _engine_threads(config) < cores
+    """Whether the engines leave at least one of `cores` cores to everything else.
+
+    `config` is that of one model; the environment may say how many threads all models have.
+    """
+    threads = int(os.environ.get(THREADS_VARIABLE, "0")) or _engine_threads([config])
+    return threads < cores
 
 
-def _engine_threads(config: ClusterConfig) -> int:
-    pools = (config.pools.prefill, config.pools.decode)
+def _engine_threads(models: Sequence[ClusterConfig]) -> int:
+    pools = [pool for config in models for pool in (config.pools.prefill, config.pools.decode)]
     return sum(pool.replicas * pool.engine.threads for pool in pools)
 
 
-def offer(config: ClusterConfig) -> None:
-    """Let this process's children claim cores, if there are enough for all engines.
+def offer(models: Sequence[ClusterConfig]) -> None:
+    """Let this process's children claim cores, if there are enough for all engines of all models.
 
     If the environment names a folder already, that one stays, and the children claim from it.
     """
-    if suffice(config, len(usable())):
+    os.environ[THREADS_VARIABLE] = str(_engine_threads(models))
+    if suffice(models, len(usable())):
         # One folder for each user: clusters of one user share the machine's cores out, too.
         folder = Path(tempfile.gettempdir()) / f"diptych-cores-{os.getuid()}"
         os.environ.setdefault(VARIABLE, str(folder))

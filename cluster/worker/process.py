@@ -27,6 +27,7 @@ from ...engine.commands import EngineObservation
 from ...kv_transfer import PeerCard, diagnosis
 from ...protos import frames
 from ...protos.handshake import PeerIdentity
+from ..applications import POOL_DEPLOYMENTS, router_finder
 from ..config import ClusterConfig, EngineSettings, PoolConfig
 from ..router_service import node_host
 from ..telemetry import Exporter, logs
@@ -73,7 +74,9 @@ class WorkerProcess:
         self.pool = home
         self.config = ClusterConfig.model_validate(config)
         self.loop = asyncio.get_running_loop()
-        self.replica = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        self._replica_id = context.replica_id
+        self.replica = self._replica_id.unique_id
         self.name = f"{home}/{self.replica}"  #: the worker's id in the cluster
         self.lifecycle = WorkerLifecycle(home)
         self._model = Path(model)
@@ -88,7 +91,7 @@ class WorkerProcess:
         self._stops = contextlib.AsyncExitStack()
         caller = PeerIdentity(self.name, "worker", self.config.secret)
         self.link = RouterLink(
-            _find_router,
+            router_finder(context.app_name),
             caller,
             self.config.silence_s,
             on_connected=self._reporter.introduce_again,
@@ -242,7 +245,7 @@ class WorkerProcess:
         """
         deadline_s = time.monotonic() + MOURN_S
         while card.id not in self._known_workers and time.monotonic() < deadline_s:
-            if await asyncio.to_thread(replica_has_ended, card):
+            if await asyncio.to_thread(replica_has_ended, card, self._replica_id):
                 self.core.lose_peer(card.id, process_dead=True)
                 return
             await asyncio.sleep(REPORT_S)
@@ -451,13 +454,15 @@ def _hardware_name(settings: EngineSettings) -> str:
     return torch.cuda.get_device_name()
 
 
-def replica_has_ended(card: frames.WorkerCard) -> bool:
+def replica_has_ended(card: frames.WorkerCard, own_id: ReplicaID) -> bool:
     """Whether Ray says that a replica's process has ended, or its node; False if Ray cannot say.
 
-    A call takes long: it asks Ray's control service. Not for the event loop.
+    The replica is one of the application that `own_id` belongs to, which is the asking replica's
+    id. A call takes long: it asks Ray's control service. Not for the event loop.
     """
-    deployment = "PrefillWorker" if card.pool == "prefill" else "DecodeWorker"
-    replica = ReplicaID(card.replica, DeploymentID(deployment, "diptych")).to_full_id_str()
+    application = own_id.deployment_id.app_name
+    deployment_id = DeploymentID(POOL_DEPLOYMENTS[card.pool], application)
+    replica = ReplicaID(card.replica, deployment_id).to_full_id_str()
     if not ray.is_initialized():
         return False
     try:  # not `get_actor`, which would answer from a cache
@@ -465,9 +470,9 @@ def replica_has_ended(card: frames.WorkerCard) -> bool:
     except Exception as error:
         log.warning("Ray does not say whether %s is dead: %s", card.id, error)
         return False
+    # A name that is wrong is never in the list, and blocks would be used that a frozen process may
+    # still write to. So the list counts only if it has the asking replica, which lives.
+    if {"name": own_id.to_full_id_str(), "namespace": SERVE_NAMESPACE} not in alive:
+        log.error("Ray does not list this replica: whether %s is dead is not known", card.id)
+        return False
     return {"name": replica, "namespace": SERVE_NAMESPACE} not in alive
-
-
-async def _find_router() -> str:
-    """Return the "host:port" where the router that Serve runs now takes connections."""
-    return await serve.get_deployment_handle("Router", "diptych").address.remote()

@@ -79,7 +79,7 @@ def prompts(gateway: StandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_each_token_of_a_prompt_is_counted_once(
     gateway: StandIn, prompt_tokens: int, hit_tokens: int, expected: tuple[int, int, int]
 ) -> None:
-    text = gateway.gateway.text
+    text = gateway.model.text
     body = parse_body(MessagesRequest, json.dumps({"max_tokens": 9, "messages": ASK}).encode())
     request = Request("r", [1] * prompt_tokens, [], frames.Sampling(9))
     request.hit_tokens = hit_tokens
@@ -305,9 +305,9 @@ def test_a_prefilled_answer_is_continued(claude: Anthropic, prompts: Any) -> Non
 
 
 def test_the_demo_model_goes_on_where_a_prefill_ends(gateway: StandIn) -> None:
-    text = gateway.gateway.text
+    text = gateway.model.text
     engine = rig.engine(CHECKPOINT, dtype="float32")
-    stop_ids = gateway.gateway.limits.stop_ids
+    stop_ids = gateway.model.limits.stop_ids
 
     def answer(*contents: str) -> str:
         roles = ("user", "assistant")

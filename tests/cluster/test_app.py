@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.cluster.app import SECRET, application
+from diptych.cluster.app import SECRET, front_application, model_application
 from diptych.cluster.config import ConfigError
 from diptych.cluster.launch.ray_cluster import AUTH_MODE
 from diptych.engine.demo import CHECKPOINT
@@ -19,9 +19,9 @@ def ray_asks_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTH_MODE, "token")
 
 
-def deployments(args: dict[str, Any]) -> dict[str, Any]:
+def deployments(args: dict[str, Any], builder: Any = model_application) -> dict[str, Any]:
     """What Serve deploys for these arguments, by name; Serve's own steps, without a cluster."""
-    app = call_user_app_builder_with_args_if_necessary(application, args)
+    app = call_user_app_builder_with_args_if_necessary(builder, args)
     built = build_app(app, name="diptych")
     return {deployment.name: deployment for deployment in built.deployments}
 
@@ -30,7 +30,10 @@ def test_the_arguments_reach_every_deployment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv(SECRET, raising=False)
     args = {"slo": {"ttft_ms": 321}, "pools": {"decode": {"tensor_parallel": 2}}, "secret": "s"}
     made = deployments(args)
-    assert sorted(made) == ["Control", "DecodeWorker", "Gateway", "PrefillWorker", "Router"]
+    assert sorted(made) == ["DecodeWorker", "PrefillWorker", "Router"]
+    front = deployments(args, front_application)
+    assert sorted(front) == ["Control", "Gateway"]
+    made |= front
     trees = {
         "Router": made["Router"].init_args[0],
         "Gateway": made["Gateway"].init_args[0],
@@ -79,7 +82,7 @@ def test_a_model_that_is_too_large_for_this_machine_is_no_reason_to_refuse(
 )
 def test_wrong_arguments_are_refused_by_name(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        application(args)
+        model_application(args)
 
 
 @pytest.mark.parametrize("mode", [None, "disabled", "tokens"])
@@ -90,6 +93,7 @@ def test_a_ray_that_asks_nobody_for_a_token_gets_no_application(
         monkeypatch.delenv(AUTH_MODE)
     else:
         monkeypatch.setenv(AUTH_MODE, mode)
-    with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
-        application({})
-    assert deployments({"ray": {"auth": "disabled"}})
+    for builder in (front_application, model_application):
+        with pytest.raises(ConfigError, match="RAY_AUTH_MODE=token"):
+            builder({})
+        assert deployments({"ray": {"auth": "disabled"}}, builder)

@@ -20,11 +20,11 @@ def config(prefill: tuple[int, int], decode: tuple[int, int], ranks: int = 1) ->
 
 
 def test_cores_suffice_if_every_thread_of_every_engine_can_have_one() -> None:
-    assert cores.suffice(config((1, 1), (1, 1)), 2)
-    assert not cores.suffice(config((2, 1), (2, 1)), 2), "four workers on two cores"
-    assert not cores.suffice(config((1, 2), (1, 1)), 2)
-    assert cores.suffice(config((2, 4), (4, 2)), 16)
-    assert not cores.suffice(config((1, 1), (1, 1), ranks=2), 64), "ranks are not bound"
+    assert cores.suffice([config((1, 1), (1, 1))], 2)
+    assert not cores.suffice([config((2, 1), (2, 1))], 2), "four workers on two cores"
+    assert not cores.suffice([config((1, 2), (1, 1))], 2)
+    assert cores.suffice([config((2, 4), (4, 2))], 16)
+    assert not cores.suffice([config((1, 1), (1, 1), ranks=2)], 64), "ranks are not bound"
     assert cores.spare(config((1, 1), (1, 1)), 3) and not cores.spare(config((1, 1), (1, 1)), 2)
 
 
@@ -53,8 +53,11 @@ def test_an_offer_is_made_only_where_cores_suffice(
     monkeypatch.setattr(cores.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(cores, "usable", lambda: [4, 5])
     monkeypatch.setattr(os, "environ", {})
-    cores.offer(config((2, 1), (2, 1)))
+    cores.offer([config((2, 1), (2, 1))])
     assert cores.claim(1).cores == ()
-    cores.offer(config((1, 1), (1, 1)))
+    cores.offer([config((1, 1), (1, 1)), config((1, 1), (1, 1))])
+    assert cores.claim(1).cores == (), "four engines of two models, and two cores"
+    assert not cores.spare(config((1, 1), (1, 1)), 4), "the other model's threads count, too"
+    cores.offer([config((1, 1), (1, 1))])
     claims = [cores.claim(1) for _ in range(3)]
     assert [claim.cores for claim in claims] == [(4,), (5,), ()]

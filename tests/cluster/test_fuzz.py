@@ -102,7 +102,7 @@ def holds(gateway: StandIn, bodies: int, warm: int = WARM) -> None:
     assert seen.total() - seen[200] >= bodies and sizes[-1] - sizes[0] < GROWTH_MIB
     assert sizes[-1] - sizes[2] < SECOND_HALF_MIB, "it grows as long as they come"
     assert not gateway.workers.tasks and not gateway.workers._inboxes
-    assert not gateway.gateway._live and len(gateway.gateway.shelf) == 0
+    assert not gateway.model._live and len(gateway.model.shelf) == 0
     ask = {"messages": [{"role": "user", "content": QUESTION}]}
     answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=ask).json()
     assert answer["choices"][0]["message"]["content"] == ANSWER

@@ -95,7 +95,7 @@ def open_calls(gateway: StandIn) -> int:
 
 def end_kept(gateway: StandIn) -> None:
     async def close() -> None:
-        gateway.gateway.shelf.close()
+        gateway.model.shelf.close()
 
     asyncio.run_coroutine_threadsafe(close(), gateway.loop).result(5)
     wait_until(lambda: gateway.gateway.running == 0)

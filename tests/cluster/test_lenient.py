@@ -348,7 +348,7 @@ def test_a_near_miss_is_recognized(name: str, nearest: str) -> None:
 
 
 def counted(gateway: StandIn) -> dict[tuple[str, str], int]:
-    return dict(gateway.gateway.tally.ignored_fields)
+    return dict(gateway.model.tally.ignored_fields)
 
 
 @pytest.mark.parametrize("path", list(VALID))

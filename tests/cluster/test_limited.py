@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from diptych.cluster.gateway import service
+from diptych.cluster.gateway import capacity
 from diptych.cluster.gateway.text import limited, templates
 from diptych.cluster.gateway.text.limited import BusyError, OverLimitError, RefusedError
 from diptych.cluster.gateway.text.templates import ChatTemplates, NotAtOnceError
@@ -285,21 +285,21 @@ def test_chats_that_render_slowly_hold_up_neither_chats_nor_completions(
 def test_work_that_no_thread_begins_in_time_is_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "THREAD_WAIT_S", 0.0)
+    monkeypatch.setattr(capacity, "THREAD_WAIT_S", 0.0)
     with standing_in(checkpoint(tmp_path / "demo")) as gateway:
         long = QUESTION * SHORT_PROMPT_CHARS
         answer = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": long})
         assert answer.status_code == 503 and "within 0 s" in answer.text
         answer = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": QUESTION})
         assert answer.status_code == 200, "what is short needs no thread"
-        assert gateway.gateway._in_threads == 0
+        assert gateway.gateway.capacity.in_threads == 0
 
 
 def test_no_more_work_waits_for_threads_than_requests_may_run(tmp_path: Path) -> None:
     settings = {"max_streams": 1}
     with standing_in(checkpoint(tmp_path / "demo"), gateway=settings) as gateway:
-        gateway.gateway._in_threads = 1
+        gateway.gateway.capacity.in_threads = 1
         answer = httpx.post(f"{gateway.url}/tokenize", json={"prompt": QUESTION})
         assert answer.status_code == 429
-        gateway.gateway._in_threads = 0
+        gateway.gateway.capacity.in_threads = 0
         assert httpx.post(f"{gateway.url}/tokenize", json={"prompt": QUESTION}).is_success

@@ -193,8 +193,8 @@ def test_a_gateway_is_exposed_that_others_reach_and_that_asks_for_no_key() -> No
 def test_serve_warns_of_a_gateway_that_anybody_may_use() -> None:
     def told(**given: Any) -> str:
         config = ClusterConfig(gateway=GatewaySettings(**given))
-        checkpoint: Any = SimpleNamespace(name="demo")
-        return welcome(LocalCluster(config, checkpoint))
+        model: Any = SimpleNamespace(checkpoint=SimpleNamespace(name="demo"))
+        return welcome(LocalCluster(config, [model]))
 
     assert "WARNING" in told(host="0.0.0.0") and "diptych keys add" in told(host="0.0.0.0")
     assert "WARNING" not in told() + told(host="0.0.0.0", api_keys_file="keys.yaml")

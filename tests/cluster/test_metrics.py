@@ -370,16 +370,19 @@ def test_a_dictionary_that_changes_meanwhile_is_read_again() -> None:
 def test_targets_are_grouped_by_part_and_without_those_that_have_none() -> None:
     card = f.WorkerCard("prefill/a", "prefill", "prefill", "h:1", "a", 1, metrics="h:2")
     silent = f.WorkerCard("decode/b", "decode", "decode", "h:3", "b", 1)
-    told = scrape_targets(
-        "h:9", {"metrics": "h:5", "gateways": [{"metrics": "h:6"}, {}]}, [card, silent]
-    )
+    router = {"metrics": "h:5", "gateways": [{"metrics": "h:6"}, {}]}
+    told = scrape_targets("h:9", [router], [card, silent])
     assert told == [
         {"targets": ["h:9"], "labels": {"part": "control"}},
         {"targets": ["h:6"], "labels": {"part": "gateway"}},
         {"targets": ["h:5"], "labels": {"part": "router"}},
         {"targets": ["h:2"], "labels": {"part": "worker"}},
     ]
-    assert scrape_targets("h:9", None, []) == [{"targets": ["h:9"], "labels": {"part": "control"}}]
+    other_model = {"metrics": "h:7", "gateways": [{"metrics": "h:6"}]}
+    _, gateways, routers = scrape_targets("h:9", [router, other_model], [])
+    assert gateways["targets"] == ["h:6"], "once, though each router names it"
+    assert routers["targets"] == ["h:5", "h:7"]
+    assert scrape_targets("h:9", [], []) == [{"targets": ["h:9"], "labels": {"part": "control"}}]
 
 
 def test_the_exporter_listens_where_the_configuration_says() -> None:
@@ -423,3 +426,37 @@ async def test_the_exporter_serves_one_page_and_nothing_else() -> None:
         assert (await client.get("/metrics")).status_code == 500
     first.close()
     second.close()
+
+
+def test_the_rows_of_two_models_stand_on_one_page_each_with_its_own_label() -> None:
+    tallies = {name: gateway() for name in ("one", "two")}
+    tallies["one"].count_refused(429)
+    tallies["two"].count_refused(400)
+
+    def rows() -> list[MetricRow]:
+        return [
+            row._replace(base_labels={"model": name})
+            for name, tally in tallies.items()
+            for row in [*tally.rows(1, 2, 3), *tally.vllm_rows()]
+        ]
+
+    page = Exporter(BOTH, {"model": ""}, rows).render()[1].decode()
+
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    refused = {
+        (sample.labels["model"], sample.labels["code"])
+        for sample in families["diptych_requests"].samples
+    }
+    assert refused == {("one", "429"), ("two", "400")}
+    names = {
+        sample.labels["model_name"]
+        for sample in families["vllm:time_to_first_token_seconds"].samples
+    }
+    assert names == {"one", "two"}
+    assert 'model=""' not in page
+
+
+def test_a_row_may_not_bring_a_label_that_the_process_does_not_have() -> None:
+    row = MetricRow("inflight_requests", 1, base_labels={"pool": "decode"})
+    with pytest.raises(AssertionError):
+        Exporter(BOTH, BASE, lambda: [row]).render()

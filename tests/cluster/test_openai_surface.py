@@ -82,7 +82,7 @@ def test_a_budget_of_thinking_means_nothing_to_a_model_that_does_not_think(
     assert ask(5).headers["x-ignored-fields"] == "thinking_token_budget"
     assert ask(5).json()["choices"][0]["message"]["content"] == ANSWER
     assert "x-ignored-fields" not in ask(-1).headers
-    tokenizer = gateway.gateway.text
+    tokenizer = gateway.model.text
     monkeypatch.setattr(tokenizer, "template", tokenizer.template + "{# <think> #}")
     assert ask(5).status_code == 200, "the marker is no token of the model"
     monkeypatch.setattr(tokenizer, "reasoning_format", THINK)
@@ -203,7 +203,7 @@ def test_logprobs_of_named_ids_need_logprobs_and_tokens(gateway: StandIn) -> Non
 
 @pytest.mark.parametrize("fields", [{}, {"stop": ["no such text"]}, {"logprobs": 1}, {"n": 2}])
 def test_token_ids_of_prompt_and_answer_come_with_the_text(gateway: StandIn, fields: dict) -> None:
-    tokenizer = gateway.gateway.text
+    tokenizer = gateway.model.text
     ids = {"return_token_ids": True}
     told = whole(gateway, COMPLETIONS, **ids, **fields)
     prompt_ids = tokenizer.encode(QUESTION)
@@ -235,7 +235,7 @@ def test_token_ids_of_a_call_are_those_of_its_text(gateway: StandIn) -> None:
     fields = {"tools": TOOLS, "tool_choice": "required", "return_token_ids": True}
     choice = whole(gateway, CHAT, **fields)["choices"][0]
     assert choice["message"]["tool_calls"]
-    assert "weather" in gateway.gateway.text.decode(choice["token_ids"])
+    assert "weather" in gateway.model.text.decode(choice["token_ids"])
     pieces = [chunk["choices"][0] for chunk in streamed(gateway, CHAT, **fields)]
     assert [one for piece in pieces for one in piece["token_ids"]] == choice["token_ids"]
 
@@ -302,7 +302,7 @@ def test_a_prompt_of_ids_is_cut_too(gateway: StandIn) -> None:
 
 
 def test_a_prompt_ends_where_the_client_wants_it(gateway: StandIn) -> None:
-    tokenizer = gateway.gateway.text
+    tokenizer = gateway.model.text
 
     def said(*messages: tuple[str, str], **fields: Any) -> str:
         turns = [{"role": role, "content": content} for role, content in messages]
@@ -336,7 +336,7 @@ def test_anthropic_s_prefill_is_continued(gateway: StandIn) -> None:
         tokens: int = told["input_tokens"]
         return tokens
 
-    added = len(gateway.gateway.text.encode("Sure", add_special_tokens=False))
+    added = len(gateway.model.text.encode("Sure", add_special_tokens=False))
     assert count("Hi", "Sure") == count("Hi") + added, "nothing ends the message"
 
 
@@ -425,7 +425,7 @@ CALL_TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</
 def admits(gateway: StandIn, text: str, **fields: Any) -> bool:
     """Whether an answer to a chat with these fields may be `text`."""
     body = parse_body(ChatRequest, json.dumps({"messages": MESSAGES, **fields}).encode())
-    service = gateway.gateway
+    service = gateway.model
     body.check(service.text, service.limits)
     grammar = body.sampling(service.text, "r", 1, service.limits).grammar
     if grammar is None:
@@ -498,7 +498,7 @@ def test_prompt_logprobs_come_with_whole_answers(gateway: StandIn, asked: int) -
             assert max(asked, 1) <= len(row) <= asked + 1
             entry = row[str(token_id)]
             assert entry["logprob"] == -0.25 and entry["rank"] == 1
-            assert entry["decoded_token"] == gateway.gateway.text.token_text(token_id)
+            assert entry["decoded_token"] == gateway.model.text.token_text(token_id)
     assert all(len(top) <= 2 for top in echoed["choices"][0]["logprobs"]["top_logprobs"][1:])
     assert whole(gateway, CHAT)["prompt_logprobs"] is None
     assert whole(gateway, COMPLETIONS)["choices"][0]["prompt_logprobs"] is None

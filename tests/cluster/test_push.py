@@ -118,7 +118,7 @@ class Stream:
     async def run(self) -> None:
         http = HttpRequest({"type": "http"}, self.client.receive)
         handlers = api.Api(self.gateway)  # type: ignore[arg-type]
-        self.response: Any = await handlers._answer(http, self.call)
+        self.response: Any = await handlers._answer(http, self.gateway, self.call)
         await self.response({"type": "http"}, self.client.receive, self.client.send)
 
     def put(self, *ids: int, finish: str | None = None) -> None:

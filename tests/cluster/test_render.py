@@ -43,7 +43,7 @@ def test_the_cluster_file_wins_and_counts_restart_nobody(tmp_path: Path) -> None
     assert code == 0 and f"kubectl --namespace prod apply -f {made}" in said
     ray = service(made.read_text())
     assert ray["metadata"]["namespace"] == "prod"
-    serve = yaml.safe_load(ray["spec"]["serveConfigV2"])["applications"][0]
+    _, serve = yaml.safe_load(ray["spec"]["serveConfigV2"])["applications"]
     assert serve["args"]["slo"] == {"ttft_ms": 700}
     engine = {"device": "cuda", "kv_mib": 128, "max_running": 256}
     assert serve["args"]["pools"]["decode"] == {"engine": engine}
@@ -93,3 +93,10 @@ def test_the_commands_start_without_what_only_few_of_them_need() -> None:
     code = f"import sys, diptych.cluster.cli; print(*({slow!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_cluster_file_of_several_models_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models: {a: /a, b: /b}")
+    code, said = run("--fleet", "h100-ib", "-c", file)
+    assert code == 1 and "the chart serves one model" in said

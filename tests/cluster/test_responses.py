@@ -326,7 +326,7 @@ THOUGHTFUL = (
 
 
 def shape_of(gateway: StandIn, body: ResponsesRequest) -> ResponseShape:
-    service = gateway.gateway
+    service = gateway.model
 
     async def made() -> ResponseShape:
         chat = body.as_chat(service.text, service.limits, body.input_items)
@@ -449,7 +449,7 @@ def test_logprobs_come_if_included_or_counted(
 
 
 def test_tokens_are_those_of_the_text_between_what_the_parser_takes_away(gateway: StandIn) -> None:
-    tokenizer = gateway.gateway.text
+    tokenizer = gateway.model.text
     text = "<think> Prefill</think>\n Prefill is the first <phase"
     tokens = [frames.Token(one) for one in tokenizer.encode(text, add_special_tokens=False)]
     found = _TextTokens(tokenizer)
@@ -476,7 +476,7 @@ def test_truncation_leaves_out_the_oldest_items_and_no_more(gateway: StandIn) ->
             {"type": "function_call_output", "call_id": f"c{number}", "output": f"dry {number}"},
         ]
     items += ASK
-    limit = gateway.gateway.limits.max_model_len
+    limit = gateway.model.limits.max_model_len
     assert "context is" in refused(gateway, input=items)
     for answer_tokens in (1, 200):
         fields: dict = {"truncation": "auto", "max_output_tokens": answer_tokens}
@@ -505,7 +505,7 @@ def test_vllm_s_messages_are_what_the_model_read_and_wrote(gateway: StandIn, str
     assert asked["type"] == answered["type"] == "raw_message_tokens"
     assert QUESTION in asked["message"] and ANSWER in answered["message"]
     assert len(asked["tokens"]) == told["usage"]["input_tokens"]
-    decoded = gateway.gateway.text.decode(answered["tokens"])
+    decoded = gateway.model.text.decode(answered["tokens"])
     assert decoded == answered["message"]
 
 
@@ -684,7 +684,7 @@ def test_turns_that_responses_share_count_once() -> None:
 
 def test_a_stream_that_breaks_off_says_failed_and_then_error(gateway: StandIn) -> None:
     body = parse_body(ResponsesRequest, json.dumps({"input": QUESTION}).encode())
-    service = gateway.gateway
+    service = gateway.model
     shape = shape_of(gateway, body)
     request = shape._request
 

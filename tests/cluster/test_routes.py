@@ -321,6 +321,6 @@ def test_more_ids_than_a_context_are_refused_before_they_are_read(
     assert answer.status_code == 400 and not read
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     monkeypatch.undo()
-    tokens = [5] * gateway.gateway.limits.max_model_len
+    tokens = [5] * gateway.model.limits.max_model_len
     answer = httpx.post(f"{gateway.url}/detokenize", json={"tokens": tokens})
     assert answer.status_code == 200

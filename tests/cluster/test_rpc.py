@@ -45,12 +45,17 @@ class Context:
 
 
 class Broken:
-    """A gateway that fails in a way of `error`."""
+    """A gateway and its only model, which fails in a way of `error`."""
 
     def __init__(self, error: Exception) -> None:
         self.error, self.door = error, AccessControl(None)
-        self.classes, self.model = ("interactive",), "demo"
-        self.tally = SimpleNamespace(count_refused=lambda code: None)
+        self.classes, self.name = ("interactive",), "demo"
+
+    def count_refused(self, code: int, model: object) -> None:
+        assert model in (None, self)
+
+    def find(self, name: str) -> Broken:
+        return self
 
     async def prepare(self, *_: object) -> None:
         raise self.error

@@ -146,7 +146,7 @@ def test_over_http_the_prompt_has_the_fields_and_the_header_names_the_others(fol
     with standing_in(model) as gateway:
         url = f"{gateway.url}/v1/chat/completions"
         answer = httpx.post(url, json={**body, "return_token_ids": True})
-        prompt = gateway.gateway.text.decode(answer.json()["prompt_token_ids"])
+        prompt = gateway.model.text.decode(answer.json()["prompt_token_ids"])
     assert 'en>"es":The fox.;' in prompt
     assert answer.headers["x-ignored-fields"] == "messages.content.mood"
 

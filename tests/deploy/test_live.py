@@ -151,7 +151,7 @@ def test_the_rendered_config_serves_grows_in_place_and_leaves_a_drained_pod() ->
         answer = ask(cluster.url)
         assert answer.startswith("Prefill is the first phase")
 
-        for deployment in cluster.config["applications"][0]["deployments"]:
+        for deployment in cluster.config["applications"][1]["deployments"]:
             if deployment["name"].endswith("Worker"):
                 deployment["num_replicas"] = 2
         cluster.deploy()

@@ -12,8 +12,14 @@ import helm_python
 import pytest
 import yaml
 from diptych.cluster import app
+from diptych.cluster.applications import (
+    FRONT_APPLICATION,
+    FRONT_BUILDER,
+    MODEL_BUILDER,
+    ONLY_MODEL_SLUG,
+    model_application_name,
+)
 from diptych.cluster.config import ClusterConfig
-from diptych.cluster.control.serve import APPLICATION_NAME
 
 from deploy import render, validate, values
 
@@ -96,7 +102,11 @@ def test_a_pool_grows_without_a_change_of_what_restarts_the_others() -> None:
     after["pools"]["prefill"]["replicas"], after["groups"][0]["pods"] = 24, 3
     old, new = (service(render.render(chosen)) for chosen in (before, after))
     serve_old, serve_new = (yaml.safe_load(s["spec"]["serveConfigV2"]) for s in (old, new))
-    assert serve_new["applications"][0]["args"] == serve_old["applications"][0]["args"]
+    args_old, args_new = (
+        [application["args"] for application in config["applications"]]
+        for config in (serve_old, serve_new)
+    )
+    assert args_new == args_old and all(args_new)
     for one in old, new:
         del one["spec"]["serveConfigV2"]
         for group in one["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
@@ -133,7 +143,8 @@ def test_ray_asks_for_a_token_unless_the_values_say_otherwise() -> None:
     cluster = service(open_to_all)["spec"]["rayClusterConfig"]
     assert cluster["authOptions"] == {"mode": "disabled"}
     config = yaml.safe_load(service(open_to_all)["spec"]["serveConfigV2"])
-    assert config["applications"][0]["args"]["ray"] == {"auth": "disabled"}
+    for application in config["applications"]:
+        assert application["args"]["ray"] == {"auth": "disabled"}
     assert validate.problems(open_to_all, FOLDER) == []
 
 
@@ -142,7 +153,7 @@ def test_ranks_of_a_replica_share_its_bundles() -> None:
     chosen["config"]["pools"]["decode"]["tensor_parallel"] = 4
     chosen["pools"]["decode"] = {"replicas": 1, "gpus": 4}
     text = service(render.render(chosen))["spec"]["serveConfigV2"]
-    deployments = {d["name"]: d for d in yaml.safe_load(text)["applications"][0]["deployments"]}
+    deployments = {d["name"]: d for d in yaml.safe_load(text)["applications"][1]["deployments"]}
     bundles = deployments["DecodeWorker"]["placement_group_bundles"]
     assert bundles == [{"CPU": 0.01, "decode": 1, "GPU": 4}, *[{"CPU": 0.01}] * 3]
     assert "placement_group_bundles" not in deployments["PrefillWorker"]
@@ -157,6 +168,10 @@ def test_versions_and_constants_agree_with_the_code() -> None:
     assert made["spec"]["rayClusterConfig"]["rayVersion"] == ray.split("==")[1]
     text = made["spec"]["serveConfigV2"]
     assert set(re.findall(r"num_cpus: (\S+)", text)) == {str(app.ACTOR_CPUS)}
-    assert yaml.safe_load(text)["applications"][0]["name"] == APPLICATION_NAME
+    applications = yaml.safe_load(text)["applications"]
+    assert [(one["name"], one["import_path"], one["route_prefix"]) for one in applications] == [
+        (FRONT_APPLICATION, FRONT_BUILDER, "/"),
+        (model_application_name(ONLY_MODEL_SLUG), MODEL_BUILDER, None),
+    ]
     env = made["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert app.SECRET in [entry["name"] for entry in env["env"]]

@@ -150,12 +150,14 @@ def serve(documents: Documents, where: Callable[[Any], Any], key: str, value: An
 
 
 def deployments(config: Any) -> Any:
-    return config["applications"][0]["deployments"]
+    """Gateway, Router, PrefillWorker and DecodeWorker."""
+    front, model = config["applications"]
+    return [*front["deployments"], *model["deployments"]]
 
 
 def serve_unknown_key(documents: Documents, rng: random.Random) -> None:
     def where(config: Any) -> Any:
-        application = config["applications"][0]
+        application = rng.choice(config["applications"])
         deployment = rng.choice(application["deployments"])
         return rng.choice([config, application, deployment, deployment["ray_actor_options"]])
 
@@ -174,20 +176,20 @@ def unknown_deployment(documents: Documents, rng: random.Random) -> None:
 
 
 def bad_import_path(documents: Documents, rng: random.Random) -> None:
-    path = rng.choice(["diptych.cluster.app:aplication", "diptych.cluster.ap:application"])
-    serve(documents, lambda c: c["applications"][0], "import_path", path)
+    path = rng.choice(["diptych.cluster.app:aplication", "diptych.cluster.ap:front_application"])
+    serve(documents, lambda c: rng.choice(c["applications"]), "import_path", path)
 
 
 def bad_argument(documents: Documents, rng: random.Random) -> None:
     key, value = rng.choice(
         [("slos", {}), ("slo", {"ttft_ms": -1}), ("router", {"queue_max": "x"})]
     )
-    serve(documents, lambda c: c["applications"][0]["args"], key, value)
+    serve(documents, lambda c: rng.choice(c["applications"])["args"], key, value)
 
 
 def rank_without_gpu(documents: Documents, rng: random.Random) -> None:
     def pools(config: dict[str, Any]) -> dict[str, Any]:
-        args = config["applications"][0]["args"]
+        args = config["applications"][1]["args"]
         args["kv_transfer"] = {"transport": "nixl"}
         return args.setdefault("pools", {})
 

@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SCRIPT = """
 import os, signal, time
 import ray
+from ray.serve._private.common import DeploymentID, ReplicaID
 from diptych.cluster.worker.process import replica_has_ended
 from diptych.protos.frames import WorkerCard
 
@@ -26,28 +27,33 @@ class Replica:
         return os.getpid()
 
 def start(replica):
-    options = {"name": f"SERVE_REPLICA::diptych#PrefillWorker#{replica}", "namespace": "serve"}
+    options = {"name": f"SERVE_REPLICA::diptych-m#PrefillWorker#{replica}", "namespace": "serve"}
     return Replica.options(**options).remote()
 
 def card(replica):
     return WorkerCard(f"prefill/{replica}", "prefill", "prefill", "", replica, 0)
 
-frozen, killed = start("frozen"), start("killed")
+def has_ended(replica):
+    own_id = ReplicaID("asking", DeploymentID("PrefillWorker", "diptych-m"))
+    return replica_has_ended(card(replica), own_id)
+
+asking, frozen, killed = start("asking"), start("frozen"), start("killed")
+ray.get(asking.pid.remote())
 pids = ray.get([frozen.pid.remote(), killed.pid.remote()])
-assert not replica_has_ended(card("frozen")) and not replica_has_ended(card("killed"))
+assert not has_ended("frozen") and not has_ended("killed")
 os.kill(pids[0], signal.SIGSTOP)
 os.kill(pids[1], signal.SIGKILL)
 deadline = time.monotonic() + 60
-while not replica_has_ended(card("killed")):
+while not has_ended("killed"):
     assert time.monotonic() < deadline
     time.sleep(0.1)
-assert not replica_has_ended(card("frozen")), "a frozen process may wake up"
+assert not has_ended("frozen"), "a frozen process may wake up"
 os.kill(pids[0], signal.SIGCONT)
 print("right")
 """
 
 
-def test_a_killed_replicareplica_has_ended_and_a_frozen_one_is_not(tmp_path: Path) -> None:
+def test_a_killed_replica_has_ended_and_a_frozen_one_has_not(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=token_environment(tmp_path),

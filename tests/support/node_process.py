@@ -97,12 +97,13 @@ async def _serve(order: Order) -> None:
     async def find() -> str:
         return order.router
 
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=order.replica))
+    replica_id = SimpleNamespace(unique_id=order.replica)
+    context = SimpleNamespace(replica_id=replica_id, app_name="diptych")
     without_ray: Any = worker
     without_ray.serve = SimpleNamespace(get_replica_context=lambda: context)
     without_ray.node_host = lambda: "127.0.0.1"
-    without_ray._find_router = find
-    without_ray.replica_has_ended = lambda card: not Path(f"/proc/{card.pid}").exists()
+    without_ray.router_finder = lambda _application: find
+    without_ray.replica_has_ended = lambda card, _own_id: not Path(f"/proc/{card.pid}").exists()
     _trap(transfers, order)
     process = worker.WorkerProcess.__new__(worker.WorkerProcess)
     await process.__init__(order.home, order.config, order.model)  # type: ignore[misc]

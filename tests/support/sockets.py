@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,8 @@ from .live import Live
 from .ray_token import RAYLET_CALL, SERVE_CALL, WORKER_CALL, call
 
 WILDCARDS = ("0.0.0.0", "::")
-REPLICA = "ray::ServeReplica:diptych:"
+#: The title of a replica in front of its deployment: it has the name of the application.
+REPLICA = re.compile(r"ray::ServeReplica:diptych[a-z0-9-]*:")
 GREETING_S = 5.0  #: for the first word of a listener; UCX says none, and is waited for in vain
 ANSWER_S = 20.0  #: for an answer, or for the end of the connection
 HTTP2_SETTINGS = b"\x04"  #: the type of the frame with which a gRPC server begins
@@ -116,7 +118,7 @@ def listening_sockets(live: Live) -> list[ListeningSocket]:
 
 def _process_word(title: str, words: list[str]) -> str:
     if title.startswith("ray::"):
-        return title.removeprefix(REPLICA).removeprefix("ray::")
+        return REPLICA.sub("", title).removeprefix("ray::")
     if "serve" in words:
         return "diptych serve"
     program = next((word for word in words if word.endswith(".py")), words[0])

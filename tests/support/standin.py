@@ -11,7 +11,7 @@ import asyncio
 import json
 import shutil
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,14 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import yaml
+from diptych.cluster import model_watch
+from diptych.cluster.applications import ModelApplication
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway import gateway as gateways
+from diptych.cluster.gateway import model_directory
 from diptych.cluster.gateway.attempt.plane import Inbox
 from diptych.cluster.gateway.gateway import Gateway
+from diptych.cluster.gateway.served_model import ServedModel
 from diptych.cluster.gateway.service import GatewayService
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
@@ -91,6 +95,8 @@ class Workers:
         task = self.tasks.pop(outcome.attempt_key, None)
         if task:
             task.cancel()
+
+    async def close(self) -> None: ...
 
     async def inspect(self) -> tuple[dict, list[dict]]:
         running = {"running": len(self.tasks), "prefilling": 0, "waiting": 1, "ready": 0}
@@ -191,10 +197,16 @@ class StandIn:
 
     gateway: GatewayService
     deployment: Gateway
-    workers: Workers
+    workers: Workers  #: of the first model
+    models: list[ModelApplication]  #: what Serve names; a test may change it
     loop: asyncio.AbstractEventLoop
     http_port: int
     grpc_port: int
+
+    @property
+    def model(self) -> ServedModel:
+        """The only model."""
+        return self.gateway.find("")
 
     @property
     def url(self) -> str:
@@ -209,13 +221,31 @@ class StandIn:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(limit_s)
 
 
+def model_named(name: str, folder: Path, **sections: dict) -> ModelApplication:
+    """A model as Serve names it; each has workers of its own."""
+    model = {"path": str(folder), "name": name} | sections.pop("model", {})
+    return ModelApplication(f"diptych-{name}", {"model": model, **sections})
+
+
 @contextmanager
-def standing_in(folder: Path, **sections: dict) -> Iterator[StandIn]:
-    """A gateway for the checkpoint in `folder`, as the model `demo`."""
+def standing_in(
+    folder: Path, more_models: Sequence[ModelApplication] = (), **sections: dict
+) -> Iterator[StandIn]:
+    """A gateway for the checkpoint in `folder`, as the model `demo`, and for more models."""
     http_port, grpc_port = free_port(), free_port()
     given = {"http_port": http_port, "grpc_port": grpc_port} | sections.pop("gateway", {})
     config = ClusterConfig.model_validate({"gateway": given, **sections}).model_dump()
-    workers = Workers(folder)
+    named = {"model": {**config["model"], "path": str(folder), "name": "demo"}}
+    first = ModelApplication("diptych-demo", {**config, **named})
+    models = [first, *more_models]
+    workers = {first.name: Workers(folder)}
+
+    def plane_of(*given: Any, **_: Any) -> Workers:
+        """The stand-in of the model's plane: `router_finder` below gives the application's name."""
+        application = given[3]
+        path = next(one.args["model"]["path"] for one in models if one.name == application)
+        return workers.setdefault(application, Workers(Path(path)))
+
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="stand-in"))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="gateway", daemon=True)
@@ -223,22 +253,27 @@ def standing_in(folder: Path, **sections: dict) -> Iterator[StandIn]:
 
     async def start() -> Gateway:
         gateway = _Gateway.__new__(_Gateway)
-        await gateway.__init__(config, str(folder), "demo")  # type: ignore[misc]
+        await gateway.__init__(config, models)  # type: ignore[misc]
         return gateway
 
     with (
         patch.object(gateways.serve, "get_replica_context", lambda: context),
-        patch.object(gateways, "Plane", lambda *given, **named: workers),
         patch.object(gateways, "node_host", lambda: "127.0.0.1"),
         patch.object(gateways.logs, "configure", lambda *given: None),
         patch.object(gateways.gc, "freeze", lambda: None),
         patch.object(gateways.gc, "set_threshold", lambda *given: None),
+        patch.object(model_directory, "Plane", plane_of),
+        patch.object(model_directory, "router_finder", lambda application: application),
+        patch.object(model_watch, "LOOK_INTERVAL_S", 0.02),
     ):
         gateway = asyncio.run_coroutine_threadsafe(start(), loop).result(120)
-    try:
-        yield StandIn(gateway.service, gateway, workers, loop, http_port, grpc_port)
-    finally:
-        asyncio.run_coroutine_threadsafe(Gateway.__del__(gateway), loop).result(60)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
+        first_workers = workers[first.name]
+        try:
+            yield StandIn(
+                gateway.service, gateway, first_workers, models, loop, http_port, grpc_port
+            )
+        finally:
+            asyncio.run_coroutine_threadsafe(Gateway.__del__(gateway), loop).result(60)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(10)
+            loop.close()

@@ -110,6 +110,7 @@ def _application(model: Path, port: int, listen: str) -> Any:
     """Return the Serve application; `listen` is the setting gateway.listen."""
     from ray import serve
 
+    from ...applications import FRONT_APPLICATION, ModelApplication
     from ...config import ClusterConfig
     from ...gateway.gateway import Gateway
     from ...gateway.text.tokenizer import ChatTokenizer
@@ -147,7 +148,10 @@ def _application(model: Path, port: int, listen: str) -> Any:
         bind(TokenSourceWorker, "PrefillWorker", ["prefill", config.secret, token_ids]),
         bind(TokenSourceWorker, "DecodeWorker", ["decode", config.secret, token_ids]),
     ]
-    return bind(Gateway, "Gateway", [tree, str(model), MODEL_NAME, others])
+    tree["model"] |= {"path": str(model), "name": MODEL_NAME}
+    # Serve knows no configuration of this application, which `serve.run` deploys.
+    models = [ModelApplication(FRONT_APPLICATION, tree)]
+    return bind(Gateway, "Gateway", [tree, models, others])
 
 
 def countable_token_ids(tokenizer: ChatTokenizer) -> list[int]:

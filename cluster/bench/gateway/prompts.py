@@ -1,6 +1,6 @@
 """How many long prompts a second one core prepares: from the body to the frames for the workers.
 
-This is what `GatewayService.prepare` does (read the body, check it, render and tokenize it in a
+This is what `ServedModel.prepare` does (read the body, check it, render and tokenize it in a
 thread, sampling, block hashes) and the encoding of the frames that carry the prompt. It leaves out
 HTTP, sockets and answers.
 """

@@ -9,10 +9,10 @@ from pathlib import Path
 #: in Python, and HAProxy, which it starts in the bench's runs with proxy `haproxy`.
 TITLES = {
     # With the processes that render chat templates and compile grammars for it.
-    "gateway": ("diptych:Gateway", "gateway.text.templates", "gateway.text.grammars"),
-    "worker": ("diptych:PrefillWorker", "diptych:DecodeWorker"),
+    "gateway": (":Gateway", "gateway.text.templates", "gateway.text.grammars"),
+    "worker": (":PrefillWorker", ":DecodeWorker"),
     "proxy": ("ProxyActor", "haproxy"),
-    "router": ("diptych:Router",),
+    "router": (":Router",),
 }
 REST = "rest"  #: All other processes: Ray's own, and the load generator.
 

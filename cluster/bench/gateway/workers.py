@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...applications import router_finder
 from ...router_service import node_host
 from .source import TokenSource
 
@@ -18,16 +19,12 @@ class TokenSourceWorker:
     ) -> None:
         from ray import serve
 
-        replica_id = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
         self._source = TokenSource(
-            pool, f"{pool}/{replica_id}", secret, token_ids, find_router=_find_router
+            pool,
+            f"{pool}/{context.replica_id.unique_id}",
+            secret,
+            token_ids,
+            find_router=router_finder(context.app_name),
         )
         await self._source.start(node_host())
-
-
-async def _find_router() -> str:
-    """Return the "host:port" of the router that Serve runs now."""
-    from ray import serve
-
-    address: str = await serve.get_deployment_handle("Router", "diptych").address.remote()
-    return address

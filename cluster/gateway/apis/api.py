@@ -22,6 +22,7 @@ from ..attempt.request import Request, SinkError
 from ..attempt.resume import NOT_RESUMED, Resume, event_id_of
 from ..edge import sse
 from ..errors import ApiError
+from ..served_model import ServedModel
 from ..service import GatewayService
 from ..text.answers import AnswerTexts, Output, TextDelta, TextSink, TextWriter
 from .chat import ChatRequest
@@ -119,22 +120,24 @@ class Api:
         """Answer `/v1/chat/completions`."""
         request_id = identify(http, "chatcmpl-")
         body = await self._read(http, ChatRequest)
+        model = self._find(http, body.model)
         terms = http.state.terms
-        request, prompt = await self.service.prepare(body, request_id, terms)
-        shape = ChatShape(body, request, self.service.text, model=self.service.model, prompt=prompt)
+        request, prompt = await model.prepare(body, request_id, terms)
+        shape = ChatShape(body, request, model.text, model=model.name, prompt=prompt)
         call = ApiCall(
             [request],
             shape,
             body.stream,
             terms.resume,
-            ignored_fields_headers=self._note_ignored(body),
+            ignored_fields_headers=_note_ignored(model, body),
         )
-        return await self._answer(http, call)
+        return await self._answer(http, model, call)
 
     async def completions(self, http: HttpRequest) -> Response:
         """Answer `/v1/completions`, whose body may have several prompts."""
         request_id = identify(http, "cmpl-")
         body = await self._read(http, CompletionRequest)
+        model = self._find(http, body.model)
         terms = http.state.terms
         prompts = body.prompts()
         self.service.door.check_answers(terms.api_key, len(prompts) * (body.n or 1))
@@ -143,19 +146,18 @@ class Api:
             # An id has 128 characters at most: cut, so that the number fits behind.
             request_ids = [f"{request_id[:120]}-{number}" for number in range(len(prompts))]
         requests = [
-            (await self.service.prepare(prompt, prompt_id, terms))[0]
+            (await model.prepare(prompt, prompt_id, terms))[0]
             for prompt, prompt_id in zip(prompts, request_ids, strict=True)
         ]
-        text = self.service.text
-        shape = CompletionShape(body, requests, text, self.service.model, request_id)
+        shape = CompletionShape(body, requests, model.text, model.name, request_id)
         call = ApiCall(
             requests,
             shape,
             body.stream,
             terms.resume,
-            ignored_fields_headers=self._note_ignored(body),
+            ignored_fields_headers=_note_ignored(model, body),
         )
-        return await self._answer(http, call)
+        return await self._answer(http, model, call)
 
     async def invocations(self, http: HttpRequest) -> Response:
         """Answer SageMaker's route: a body with `messages` is a chat's, else a completion's."""
@@ -171,6 +173,7 @@ class Api:
         """Answer `/v1/responses`; the input goes on behind a stored response, if it names one."""
         request_id = identify(http, "resp_")
         body = await self._read(http, ResponsesRequest)
+        model = self._find(http, body.model)
         terms = http.state.terms
         store = self.service.responses
         previous_turns: tuple[Turn, ...] = ()
@@ -179,10 +182,10 @@ class Api:
         input_items = self._resolved_items(body.input_items, terms.tenant)
         earlier_items = [item for turn in previous_turns for item in read_items(turn.items)]
         items = [*earlier_items, *input_items]
-        chat = await self.service.tokenize(
-            lambda: body.as_chat(self.service.text, self.service.limits, items)
+        chat = await self.service.capacity.tokenize(
+            lambda: body.as_chat(model.text, model.limits, items)
         )
-        request, prompt = await self.service.prepare(chat, request_id, terms)
+        request, prompt = await model.prepare(chat, request_id, terms)
 
         def keep(response: dict[str, Any]) -> None:
             items = [item.model_dump(exclude_none=True) for item in input_items]
@@ -192,8 +195,8 @@ class Api:
             body,
             chat,
             request,
-            self.service.text,
-            model=self.service.model,
+            model.text,
+            model=model.name,
             prompt=prompt,
             store=keep if store.is_enabled and body.store is not False else None,
         )
@@ -205,9 +208,9 @@ class Api:
             closing=b"",
             named_events=True,
             failure_events=shape.failed,
-            ignored_fields_headers=self._note_ignored(body),
+            ignored_fields_headers=_note_ignored(model, body),
         )
-        return await self._answer(http, call)
+        return await self._answer(http, model, call)
 
     def _resolved_items(self, items: list[InputItem], tenant: str) -> list[InputItem]:
         """Return the items, each reference replaced by the item of a stored response that it names.
@@ -249,16 +252,17 @@ class Api:
         """Answer Anthropic's `/v1/messages`."""
         request_id = identify(http, "msg_")
         body = await self._read(http, MessagesRequest)
+        model = self._find(http, body.model)
         terms = http.state.terms
-        chat = body.as_chat(self.service.text)
-        request, prompt = await self.service.prepare(chat, request_id, terms)
+        chat = body.as_chat(model.text)
+        request, prompt = await model.prepare(chat, request_id, terms)
         shape = MessageShape(
             chat,
             request,
-            self.service.text,
-            model=self.service.model,
+            model.text,
+            model=model.name,
             prompt=prompt,
-            block_tokens=self.service.limits.block_tokens,
+            block_tokens=model.limits.block_tokens,
         )
         call = ApiCall(
             [request],
@@ -268,40 +272,40 @@ class Api:
             closing=b"",
             named_events=True,
             error_body=anthropic_error_body,
-            ignored_fields_headers=self._note_ignored(body),
+            ignored_fields_headers=_note_ignored(model, body),
         )
-        return await self._answer(http, call)
+        return await self._answer(http, model, call)
 
     async def count_tokens(self, http: HttpRequest) -> Response:
         """Answer Anthropic's `/v1/messages/count_tokens`."""
         identify(http, "msg_")  # for the body of an error
         body = await self._read(http, CountTokensRequest)
-        text = self.service.text
-        self.service.check_model(body.model)
+        model = self._find(http, body.model)
+        text = model.text
         chat = body.as_chat(text)
-        chat.check(text, self.service.limits)
-        prompt = await self.service.tokenize(lambda: chat.prompt(text))
-        return _json({"input_tokens": len(prompt.token_ids)}, self._note_ignored(body))
+        chat.check(text, model.limits)
+        prompt = await self.service.capacity.tokenize(lambda: chat.prompt(text))
+        return _json({"input_tokens": len(prompt.token_ids)}, _note_ignored(model, body))
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Answer vLLM's `/tokenize`: the ids of a text or of a chat."""
         body = await self._read(http, TokenizeRequest)
-        text = self.service.text
-        limits = self.service.limits
-        self.service.check_model(body.model)
-        body.check(text, limits)
-        token_ids = await self.service.tokenize(lambda: body.token_ids(text))
-        return _json(body.response_body(token_ids, text, limits), self._note_ignored(body))
+        model = self._find(http, body.model)
+        text = model.text
+        body.check(text, model.limits)
+        token_ids = await self.service.capacity.tokenize(lambda: body.token_ids(text))
+        answer = body.response_body(token_ids, text, model.limits)
+        return _json(answer, _note_ignored(model, body))
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Answer vLLM's `/detokenize`: the text of ids."""
         http.state.body = await sse.read_body(http)
-        DetokenizeRequest.check_size(http.state.body, self.service.limits)
+        DetokenizeRequest.check_size(http.state.body, self.service.longest_context)
         body = await self._read(http, DetokenizeRequest)
-        text = self.service.text
-        self.service.check_model(body.model)
-        texts = await self.service.tokenize(lambda: body.response_body(text))
-        return _json(texts, self._note_ignored(body))
+        model = self._find(http, body.model)
+        DetokenizeRequest.check_size(http.state.body, model.limits.max_model_len)
+        texts = await self.service.capacity.tokenize(lambda: body.response_body(model.text))
+        return _json(texts, _note_ignored(model, body))
 
     async def _read(self, http: HttpRequest, model: type[BodyType]) -> BodyType:
         """Read the body of a request. Raises ApiError."""
@@ -311,12 +315,13 @@ class Api:
             body = await sse.read_body(http)
         return parse_body(model, body, self.service.reading)
 
-    def _note_ignored(self, body: ApiBody) -> dict[str, str]:
-        """Count the fields that had no effect; return the header that names them."""
-        self.service.tally.count_ignored_fields(body.api, body.ignored_fields.counts)
-        return body.ignored_fields.headers()
+    def _find(self, http: HttpRequest, name: str) -> ServedModel:
+        """Return the model that a body names, by which an error is counted. Raises ApiError."""
+        model = self.service.find(name)
+        http.state.model = model
+        return model
 
-    async def _answer(self, http: HttpRequest, call: ApiCall) -> Response:
+    async def _answer(self, http: HttpRequest, model: ServedModel, call: ApiCall) -> Response:
         """Return the response: a stream, which runs as it is sent, or one object of all answers.
 
         A client that leaves before the object is there ends the work.
@@ -324,7 +329,7 @@ class Api:
         if call.resume.cursors and (len(call.requests) > 1 or not call.stream):
             message = "only a stream of one prompt's answers can be resumed half-way"
             raise ApiError("invalid_request", message, "x-resume-from")
-        answers = CallAnswers(self.service, call)
+        answers = CallAnswers(model, call)
         if call.stream:
             return CallStream(call, answers)
 
@@ -340,11 +345,11 @@ class CallAnswers:
     An answer's index counts over all requests: those of the first come first.
     """
 
-    def __init__(self, service: GatewayService, call: ApiCall) -> None:
-        self._service = service
+    def __init__(self, model: ServedModel, call: ApiCall) -> None:
+        self._shelf = model.shelf
         self._call = call
         self._texts = [
-            AnswerTexts(request, service.text, call.shape.output) for request in call.requests
+            AnswerTexts(request, model.text, call.shape.output) for request in call.requests
         ]
 
     async def push_into(self, writer: TextWriter) -> None:
@@ -352,12 +357,11 @@ class CallAnswers:
 
         Raises ApiError and SinkError; the first error of a request ends the others.
         """
-        shelf = self._service.shelf
         works = []
         first_index = 0
         for request, texts in zip(self._call.requests, self._texts, strict=True):
             sink = TextSink(texts, writer, first_index)
-            works.append(shelf.push_answers(request, sink, self._call.resume.cursors))
+            works.append(self._shelf.push_answers(request, sink, self._call.resume.cursors))
             first_index += len(request.answers)
         await run_together(works)
 
@@ -552,6 +556,12 @@ def check_content_type(content_type: str) -> None:
         shown_type = media_type[:MEDIA_TYPE_CHARS_MAX]
         message = f"bodies are application/json, not {shown_type!r}"
         raise ApiError("unsupported_media_type", message, "content-type")
+
+
+def _note_ignored(model: ServedModel, body: ApiBody) -> dict[str, str]:
+    """Count the fields that had no effect; return the header that names them."""
+    model.tally.count_ignored_fields(body.api, body.ignored_fields.counts)
+    return body.ignored_fields.headers()
 
 
 def _json(body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

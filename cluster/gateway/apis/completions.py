@@ -385,17 +385,15 @@ class DetokenizeRequest(ApiBody):
     tokens: list[TokenId]  #: Ids.
 
     @staticmethod
-    def check_size(body: bytes, limits: ModelLimits) -> None:
-        """Raise ApiError for more ids than the model's context has, before they are read.
+    def check_size(body: bytes, context_tokens: int) -> None:
+        """Raise ApiError for more ids than a context of that length has, before they are read.
 
         Reading a million ids would hold up all answers of the gateway. So the commas of the JSON
         text `body` are counted.
         """
         elements = body.count(b",")
-        if elements > limits.max_model_len + OTHER_FIELDS_MAX:
-            message = (
-                f"tokens: {elements} ids, more than the model's context of {limits.max_model_len}"
-            )
+        if elements > context_tokens + OTHER_FIELDS_MAX:
+            message = f"tokens: {elements} ids, more than the model's context of {context_tokens}"
             raise ApiError("context_length_exceeded", message, "tokens")
 
     def response_body(self, tokenizer: ChatTokenizer) -> JsonObject:

@@ -144,6 +144,19 @@ class Plane:
         self.fallbacks = 0  #: Attempts that were placed without a router.
         self._task = asyncio.get_running_loop().create_task(self.link.run())
 
+    async def close(self) -> None:
+        """Ends all connections, and fails the attempts that are under way on workers.
+
+        Requests that wait for a place are not told: the caller ends them before (`end_requests`).
+        """
+        tasks = [self._task, *self._dialing.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._dialing.clear()
+        for worker in list(self._workers):
+            self._worker_lost(worker)
+
     @property
     def ready(self) -> bool:
         """Is True if every worker of the directory is connected, and there is at least one."""

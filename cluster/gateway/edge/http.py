@@ -75,7 +75,7 @@ def build_app(gateway: GatewayService) -> ASGIApp:
     async def counted_error_response(http: HttpRequest, error: ApiError) -> Response:
         # A request that ran was counted when it ended.
         if not error.counted_in_metrics:
-            gateway.tally.count_refused(error.http_status)
+            gateway.count_refused(error.http_status, getattr(http.state, "model", None))
         return await error_response(http, error)
 
     exception_handlers = {
@@ -130,20 +130,25 @@ class _StatusRoutes:
     async def health(self, _: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def ready(self, _: HttpRequest) -> Response:
-        missing = self._gateway.missing()
+    async def ready(self, http: HttpRequest) -> Response:
+        """Answer whether any model can be served, or the one that `?model=` names.
+
+        No key is needed here, so a name that is not served is no error that lists those that are.
+        """
+        missing = self._gateway.missing(http.query_params.get("model", ""))
         if missing:
             return JSONResponse({"status": "not ready", "missing": missing}, 503)
         return JSONResponse({"status": "ready"})
 
     async def models(self, _: HttpRequest) -> Response:
-        cards = [self._gateway.model_card(name) for name in self._gateway.model_names]
+        models = self._gateway.models.values()
+        cards = [model.card(name) for model in models for name in model.names]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["model"]
-        self._gateway.check_model(name)
-        return JSONResponse(self._gateway.model_card(name or self._gateway.model))
+        model = self._gateway.find(name)
+        return JSONResponse(model.card(name or model.name))
 
     async def version(self, _: HttpRequest) -> Response:
         return JSONResponse({"version": version("diptych")})

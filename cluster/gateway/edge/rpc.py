@@ -39,6 +39,7 @@ from ..apis.schema import REQUEST_ID_PATTERN, Reading, parse_body
 from ..attempt.request import Request
 from ..attempt.terms import Terms, read_terms
 from ..errors import ApiError
+from ..served_model import ServedModel
 from ..service import GatewayService
 from ..text.answers import AnswerTexts, Output, TextDelta, TextSink
 from ..text.tokenizer import ChatTokenizer
@@ -131,29 +132,29 @@ class ReplyQueue(Generic[Reply]):
 
 
 async def _prepare_chat(
-    service: GatewayService, message: pb.ChatRequest, request_id: str, terms: Terms
+    served: ServedModel, message: pb.ChatRequest, request_id: str, terms: Terms
 ) -> PreparedCall[pb.ChatResponse]:
     """Prepares a chat, whose replies are the chunks of the HTTP API. Raises ApiError."""
     # Strict: a field that a message has and the API does not is a mistake of this file.
     body = parse_body(ChatRequest, _chat_body(message), Reading.STRICT)
-    request, prompt = await service.prepare(body, request_id, terms)
-    shape = ChatShape(body, request, service.text, model=service.model, prompt=prompt)
+    request, prompt = await served.prepare(body, request_id, terms)
+    shape = ChatShape(body, request, served.text, model=served.name, prompt=prompt)
 
     def replies_of(delta: TextDelta) -> list[pb.ChatResponse]:
         replies = [_chat_reply(event["choices"][0], request) for event in shape.delta(delta)]
         if replies and body.logprobs:
-            replies[0].logprobs.extend(_logprobs(delta.tokens, service.text))
+            replies[0].logprobs.extend(_logprobs(delta.tokens, served.text))
         return replies
 
     return PreparedCall(request, shape.output, replies_of, lambda: shape.reasoning_tokens)
 
 
 async def _prepare_generate(
-    service: GatewayService, message: pb.GenerateRequest, request_id: str, terms: Terms
+    served: ServedModel, message: pb.GenerateRequest, request_id: str, terms: Terms
 ) -> PreparedCall[pb.GenerateResponse]:
     """Prepares a plain prompt, which has one reply for each delta. Raises ApiError."""
     body = parse_body(CompletionRequest, _generate_body(message), Reading.STRICT)
-    request, _ = await service.prepare(body.prompts()[0], request_id, terms)
+    request, _ = await served.prepare(body.prompts()[0], request_id, terms)
 
     def replies_of(delta: TextDelta) -> list[pb.GenerateResponse]:
         scored_tokens = delta.tokens if body.logprobs is not None else []
@@ -164,7 +165,7 @@ async def _prepare_generate(
             token_ids=[token.id for token in delta.tokens],
             finish_reason=delta.finish_reason or "",
             route=request.route,
-            logprobs=_logprobs(scored_tokens, service.text),
+            logprobs=_logprobs(scored_tokens, served.text),
         )
         return [reply]
 
@@ -173,11 +174,11 @@ async def _prepare_generate(
 
 def _streaming_method(
     reply_type: type[Reply],
-    prepare: Callable[[GatewayService, Any, str, Terms], Awaitable[PreparedCall[Reply]]],
+    prepare: Callable[[ServedModel, Any, str, Terms], Awaitable[PreparedCall[Reply]]],
 ) -> Callable[[Inference, Any, Any], AsyncGenerator[Reply, None]]:
     """Returns a method of the service: an async generator, as gRPC takes the replies when it can.
 
-    `prepare` takes the service, the message, the request's id and its terms, and returns the
+    `prepare` takes the model, the message, the request's id and its terms, and returns the
     prepared call. Whatever goes wrong is said in the last reply, and in the status. Closing the
     generator cancels the task that makes the replies, and so the work on the workers.
     """
@@ -188,14 +189,16 @@ def _streaming_method(
         service = self.service
         now = time.monotonic()
         request_id = ""
+        served: ServedModel | None = None  # the model that is asked for, once it is known
         try:
             key, terms = self._admit(grpc_context, now)
             request_id = _request_id(request, grpc_context)
             with service.door.admit(key, now):
-                call = await prepare(service, request, request_id, terms)
-                texts = AnswerTexts(call.request, service.text, call.output)
+                served = service.find(request.model)
+                call = await prepare(served, request, request_id, terms)
+                texts = AnswerTexts(call.request, served.text, call.output)
                 queue = ReplyQueue(call, texts)
-                answers = service.shelf.push_answers(call.request, TextSink(texts, queue))
+                answers = served.shelf.push_answers(call.request, TextSink(texts, queue))
                 answering = asyncio.ensure_future(answers)
                 answering.add_done_callback(queue.end)
                 try:
@@ -212,7 +215,7 @@ def _streaming_method(
                     await asyncio.gather(answering, return_exceptions=True)
         except ApiError as error:
             if not error.counted_in_metrics:
-                service.tally.count_refused(error.http_status)
+                service.count_refused(error.http_status, served)
             failure = _set_status(grpc_context, error, request_id)
             yield reply_type(request_id=request_id, error=failure)
         except Exception:
@@ -239,12 +242,12 @@ class Inference:
     async def ListModels(
         self, request: pb.ListModelsRequest, grpc_context: Any
     ) -> pb.ListModelsResponse:
-        """Answers with all names of the model; without a valid key the status says so."""
+        """Answers with all names of all models; without a valid key the status says so."""
         try:
             self._admit(grpc_context, time.monotonic())
         except ApiError as error:
             _set_status(grpc_context, error, "")
-        return pb.ListModelsResponse(models=self.service.model_names)
+        return pb.ListModelsResponse(models=self.service.names)
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, grpc_context: Any

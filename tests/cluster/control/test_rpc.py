@@ -14,6 +14,7 @@ import grpc
 import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control import http, rpc
+from diptych.cluster.control.cluster_operations import ClusterOperations
 from diptych.cluster.control.operations import Operations
 from diptych.cluster.gateway.edge import listen
 from diptych.cluster.telemetry import ControlTally
@@ -62,7 +63,11 @@ async def listening(fleet: Fleet, **settings: Any) -> AsyncIterator[tuple[grpc.a
     control = {"grpc_port": free_port(), **settings}
     config = ClusterConfig.model_validate({"control": control})
     plane: Any = fleet
-    operations = Operations(config, plane, pool_scaler=fleet, tally=ControlTally())
+    model: Any = SimpleNamespace(
+        name="demo", operations=Operations(config, plane, pool_scaler=fleet, tally=ControlTally())
+    )
+    operations = ClusterOperations(config)
+    operations.add(model)
     admin = rpc.AdminService(operations, http.AdminGuard(config.control))
     server = await rpc.listen(admin, config.control)
     address, cert = f"127.0.0.1:{config.control.grpc_port}", settings.get("tls_cert")

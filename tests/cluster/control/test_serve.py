@@ -13,16 +13,25 @@ from typing import Any
 
 import pytest
 import yaml
+from diptych.cluster.applications import model_applications
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.kuberay import KubeRayPools
 from diptych.cluster.control.serve import ScaleError, pool_observations, with_replica_counts
 from diptych.cluster.launch.checkpoint import find_checkpoint
-from diptych.cluster.launch.local_cluster import serve_config
+from diptych.cluster.launch.local_cluster import PreparedModel, serve_applications
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
 CONFIG = ClusterConfig()
-APPS = [serve_config(CONFIG, find_checkpoint(CONFIG)), {"name": "other", "import_path": "a:b"}]
+OTHER_APP = {"name": "other", "import_path": "a:b"}
+FRONT, MODEL = "diptych", "diptych-model"
+
+
+def applications_of(config: ClusterConfig) -> list[dict[str, Any]]:
+    return serve_applications(config, [PreparedModel(MODEL, config, find_checkpoint(config))])
+
+
+APPS = [*applications_of(CONFIG), OTHER_APP]
 
 
 def code(application: dict[str, Any]) -> str:
@@ -32,13 +41,41 @@ def code(application: dict[str, Any]) -> str:
 
 def test_other_counts_are_the_same_code_to_serve() -> None:
     before = copy.deepcopy(APPS)
-    changed = with_replica_counts(APPS, {"prefill": 3, "decode": 2})
+    changed = with_replica_counts(APPS, MODEL, {"prefill": 3, "decode": 2})
     assert before == APPS, "the given configs are not touched"
-    assert changed[1] == APPS[1] and code(changed[0]) == code(APPS[0])
-    counts = {one["name"]: one["num_replicas"] for one in changed[0]["deployments"]}
+    assert [app["name"] for app in changed] == [FRONT, MODEL, "other"]
+    assert changed[0] == APPS[0] and changed[2] == APPS[2]
+    assert code(changed[1]) == code(APPS[1])
+    counts = {one["name"]: one["num_replicas"] for one in changed[1]["deployments"]}
     assert counts == {"PrefillWorker": 3, "DecodeWorker": 2}
-    again = {**APPS[0], "args": {**APPS[0]["args"], "silence_s": 4.0}}
-    assert code(again) != code(APPS[0]), "or this test can not fail"
+    again = {**APPS[1], "args": {**APPS[1]["args"], "silence_s": 4.0}}
+    assert code(again) != code(APPS[1]), "or this test can not fail"
+
+
+def test_another_model_changes_nothing_of_the_front_application() -> None:
+    other = ClusterConfig.model_validate(
+        {"model": {"name": "other"}, "slo": {"ttft_ms": 7}, "pools": {"decode": {"replicas": 3}}}
+    )
+    front, model = applications_of(other)
+    assert code(front) == code(APPS[0]) and code(model) != code(APPS[1])
+
+
+def test_only_the_front_application_takes_clients_calls() -> None:
+    schemas = [ServeApplicationSchema.model_validate(app) for app in APPS]
+    assert [schema.route_prefix for schema in schemas[:2]] == ["/", None]
+
+
+def test_the_models_are_the_applications_that_our_builder_makes() -> None:
+    details = {
+        "applications": {
+            app["name"]: {"deployed_app_config": app, "deployments": {}} for app in reversed(APPS)
+        }
+        | {"by serve.run": {"deployments": {}}}
+    }
+    (found,) = model_applications(details)
+    assert found.name == MODEL and found.args["model"]["name"] == "demo"
+    config = ClusterConfig().with_model(ClusterConfig.model_validate(found.args))
+    assert config.model.path == str(find_checkpoint(CONFIG).folder)
 
 
 def test_the_secret_is_in_no_config() -> None:
@@ -46,13 +83,14 @@ def test_the_secret_is_in_no_config() -> None:
 
 
 def test_a_pool_that_the_config_does_not_name_is_added() -> None:
-    (changed,) = with_replica_counts([{"name": "diptych", "import_path": "a:b"}], {"decode": 2})
+    applications = [{"name": MODEL, "import_path": "a:b"}]
+    (changed,) = with_replica_counts(applications, MODEL, {"decode": 2})
     assert changed["deployments"] == [{"name": "DecodeWorker", "num_replicas": 2}]
 
 
 def test_without_the_application_there_is_nothing_to_scale() -> None:
-    with pytest.raises(ScaleError, match="no application 'diptych'"):
-        with_replica_counts(APPS[1:], {"decode": 2})
+    with pytest.raises(ScaleError, match="no application 'diptych-x'"):
+        with_replica_counts(APPS, "diptych-x", {"decode": 2})
 
 
 def test_replicas_are_sorted_by_what_serve_says_of_them() -> None:
@@ -61,10 +99,10 @@ def test_replicas_are_sorted_by_what_serve_says_of_them() -> None:
     worker = {"replicas": replicas, "target_num_replicas": 4, "status": "UPDATING", "message": ""}
     broken = {**worker, "replicas": [], "status": "UNHEALTHY", "message": "Trace\n  no memory\n"}
     deployments = {"PrefillWorker": worker, "DecodeWorker": broken}
-    seen = pool_observations({"applications": {"diptych": {"deployments": deployments}}})
+    seen = pool_observations({"applications": {MODEL: {"deployments": deployments}}}, MODEL)
     assert seen["prefill"] == (4, ["r0", "r4"], ["r1", "r2"], ["r3"], "")
     assert seen["decode"].message == "no memory"
-    assert pool_observations({"applications": {}})["decode"] == (0, [], [], [], "")
+    assert pool_observations({"applications": {}}, MODEL)["decode"] == (0, [], [], [], "")
 
 
 # ---- KubeRay -------------------------------------------------------------------------------------
@@ -129,7 +167,7 @@ def kubernetes() -> Iterator[Kubernetes]:
 def rayservice(api: Kubernetes, folder: Path) -> KubeRayPools:
     (folder / "namespace").write_text("pd")
     (folder / "token").write_text("word\n")
-    return KubeRayPools("serving", folder, api.url)
+    return KubeRayPools("serving", MODEL, folder, api.url)
 
 
 def test_on_kuberay_the_rayservice_gets_the_counts(kubernetes: Kubernetes, tmp_path: Path) -> None:
@@ -138,9 +176,9 @@ def test_on_kuberay_the_rayservice_gets_the_counts(kubernetes: Kubernetes, tmp_p
     before = copy.deepcopy(kubernetes.config)
     asyncio.run(pools.resize({"decode": 5}))
     changed = kubernetes.config
-    counts = {one["name"]: one["num_replicas"] for one in changed["applications"][0]["deployments"]}
+    counts = {one["name"]: one["num_replicas"] for one in changed["applications"][1]["deployments"]}
     assert counts == {"PrefillWorker": 1, "DecodeWorker": 5}
-    before["applications"][0]["deployments"] = changed["applications"][0]["deployments"]
+    before["applications"][1]["deployments"] = changed["applications"][1]["deployments"]
     assert changed == before, "nothing else is changed"
     assert [verb for verb, _, _ in kubernetes.requests] == ["GET", "PATCH", "GET", "PATCH"]
     assert {word for _, word, _ in kubernetes.requests} == {"Bearer word"}

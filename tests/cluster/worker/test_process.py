@@ -1,4 +1,4 @@
-"""A worker process that is stopped before it has started."""
+"""A worker process: what it asks of Ray and Serve, and a stop before it has started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from diptych.cluster.worker import core as core_module
 from diptych.cluster.worker import process as process_module
-from diptych.cluster.worker.process import WorkerProcess
+from diptych.cluster.worker.process import WorkerProcess, replica_has_ended
+from diptych.protos.frames import WorkerCard
+from ray.serve._private.common import DeploymentID, ReplicaID
 
 
 class LoadingCore:
@@ -32,6 +34,41 @@ async def _no_router() -> str:
     raise OSError("no router")
 
 
+def replica_id(application: str, replica: str, deployment: str = "DecodeWorker") -> ReplicaID:
+    return ReplicaID(replica, DeploymentID(deployment, application))
+
+
+#: The asking worker, and another one, of an application that is not the front one.
+OWN_ID = replica_id("diptych-tiny", "own")
+OTHER = WorkerCard("prefill/other", "prefill", "prefill", "", "other", 0)
+
+
+def let_ray_list(monkeypatch: pytest.MonkeyPatch, *living: ReplicaID) -> None:
+    """Ray lists these replicas and no other actor."""
+    names = [{"name": one.to_full_id_str(), "namespace": "serve"} for one in living]
+    monkeypatch.setattr(process_module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(process_module.ray.util, "list_named_actors", lambda **_: names)
+
+
+def test_a_replica_of_the_same_application_that_ray_lists_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_ray_list(monkeypatch, OWN_ID, replica_id("diptych-tiny", "other", "PrefillWorker"))
+    assert not replica_has_ended(OTHER, OWN_ID)
+
+
+def test_a_replica_that_only_another_application_has_is_no_sign_of_life(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    let_ray_list(monkeypatch, OWN_ID, replica_id("diptych", "other", "PrefillWorker"))
+    assert replica_has_ended(OTHER, OWN_ID)
+
+
+def test_a_list_without_the_asking_replica_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_ray_list(monkeypatch, replica_id("diptych", "own"))
+    assert not replica_has_ended(OTHER, OWN_ID), "else a frozen writer's blocks would be used"
+
+
 # Python too calls `__del__`, when the object goes, and awaits nothing.
 @pytest.mark.filterwarnings("ignore:coroutine 'WorkerProcess.__del__' was never awaited")
 async def test_a_stop_while_the_model_loads_stops_what_is_there(
@@ -39,12 +76,12 @@ async def test_a_stop_while_the_model_loads_stops_what_is_there(
 ) -> None:
     loading = asyncio.Event()
     stopped: list[str] = []
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="x"))
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="x"), app_name="diptych")
     tracer = SimpleNamespace(close=lambda: stopped.append("tracer"))
     ray_serve = SimpleNamespace(get_replica_context=lambda: context)
     monkeypatch.setattr(process_module, "serve", ray_serve)
     monkeypatch.setattr(process_module, "node_host", lambda: "127.0.0.1")
-    monkeypatch.setattr(process_module, "_find_router", _no_router)
+    monkeypatch.setattr(process_module, "router_finder", lambda _: _no_router)
     monkeypatch.setattr(process_module, "tracer_of", lambda *_: tracer)
     monkeypatch.setattr(process_module.logs, "configure", lambda *_: None)
     monkeypatch.setattr(core_module, "WorkerCore", lambda **_: LoadingCore(loading, stopped))

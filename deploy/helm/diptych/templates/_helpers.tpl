@@ -126,17 +126,23 @@ grpc_options:
   grpc_servicer_functions:
   - diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server
   - grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server
+{{- $config := merge (dict "ray" .Values.ray "control" (include "diptych.control" . | fromYaml) "gateway" (include "diptych.gateway" . | fromYaml) "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) (include "diptych.emptyPools" . | fromYaml) .Values.config }}
 applications:
 - name: diptych
-  import_path: diptych.cluster.app:application
+  import_path: diptych.cluster.app:front_application
   route_prefix: /
-  args: {{ merge (dict "ray" .Values.ray "control" (include "diptych.control" . | fromYaml) "gateway" (include "diptych.gateway" . | fromYaml) "observability" (dict "metrics_port" (include "diptych.metricsPort" . | int))) (include "diptych.emptyPools" . | fromYaml) .Values.config | toJson }}
+  args: {{ omit $config "model" "engine" "pools" "kv_transfer" "kv_tiers" "slo" | toJson }}
   deployments:
   - name: Gateway
     num_replicas: {{ .Values.gateway.replicas }}
     ray_actor_options:
       num_cpus: 0.01
       resources: {"gateway": 1}
+- name: diptych-model
+  import_path: diptych.cluster.app:model_application
+  route_prefix: null
+  args: {{ omit $config "gateway" "control" "scaling" | toJson }}
+  deployments:
   - name: Router
     ray_actor_options:
       num_cpus: 0.01

@@ -1,0 +1,87 @@
+"""Which models a gateway serves: those that Serve has an application of, as they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+from ..applications import FindModels, ModelApplication, router_finder
+from ..config import ClusterConfig, ConfigError
+from ..launch.checkpoint import find_checkpoint
+from ..model_watch import ModelWatch
+from .attempt.plane import Plane
+from .served_model import ServedModel, read_model_files
+from .service import GatewayService
+
+LEAVE_LIMIT_S = 30.0  #: For requests for a model that is gone to end, before they get an error.
+LEAVE_POLL_S = 0.1
+
+
+class ModelDirectory:
+    """Adds models to a gateway and takes them away.
+
+    `config` is the front application's. `find_models` says which models there are.
+    """
+
+    def __init__(
+        self, config: ClusterConfig, service: GatewayService, find_models: FindModels, gateway: str
+    ) -> None:
+        self._config = config
+        self._service = service
+        self._watch = ModelWatch(find_models, self._add, self._take_away)
+        self._gateway = gateway  #: The gateway's own name in the cluster.
+        self._leaving: set[asyncio.Task[None]] = set()  #: asyncio itself keeps no tasks.
+
+    async def start(self) -> None:
+        """Serves the models that there are, and from then on those that come.
+
+        Raises what is wrong with a model if no model at all can be served.
+        """
+        await self._watch.start()
+
+    async def stop(self) -> None:
+        """Serves no further models. Those that are served stay, but for those that leave."""
+        await self._watch.stop()
+        tasks = [*self._leaving]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _add(self, application: ModelApplication) -> ServedModel:
+        """Serves a model from now on. Raises ConfigError or WeightsError."""
+        config = application.config(self._config)
+        checkpoint = await asyncio.to_thread(find_checkpoint, config)
+        taken = {checkpoint.name, *config.model.served_names} & set(self._service.names)
+        if taken:
+            raise ConfigError(f"another model has the name {', '.join(sorted(taken))}")
+        files = await asyncio.to_thread(read_model_files, config, checkpoint.folder)
+        plane = Plane(
+            self._gateway,
+            config.secret,
+            config.silence_s,
+            router_finder(application.name),
+            # The plane is there before the model, which is looked up when this is called.
+            statistics=lambda: model.statistics(self._service.metrics.address),
+            close=self._service.end_requests,
+        )
+        model = ServedModel(
+            config, files, checkpoint.name, plane, facilities=self._service.facilities
+        )
+        self._service.add(model)
+        gc.freeze()  # else each full collection walks the tokenizer: 100 ms between two tokens
+        return model
+
+    def _take_away(self, model: ServedModel) -> None:
+        """Refuses new requests for a model now, and ends it when those that run have ended."""
+        self._service.remove(model)
+        leaving = asyncio.get_running_loop().create_task(self._end(model))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    async def _end(self, model: ServedModel) -> None:
+        for _ in range(int(LEAVE_LIMIT_S / LEAVE_POLL_S)):
+            if not model.running:
+                break
+            await asyncio.sleep(LEAVE_POLL_S)
+        await model.end_requests()
+        await model.close()

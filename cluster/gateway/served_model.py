@@ -1,0 +1,432 @@
+"""One model of a gateway: its text, its limits, its workers, and the requests for it.
+
+Life of a request:
+    1. `prepare` checks and tokenizes a body, and makes a `Request` of it.
+    2. HTTP's or gRPC's handler gives `shelf.push_answers` the request and a sink for its tokens.
+    3. The shelf pushes what it has kept, and calls `run` for the rest.
+    4. `run` generates, and counts the request when it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...engine.checkpoint_facts import read_facts
+from ...engine.sizing import context_limit, kv_layout
+from ...engine.spec import fingerprint, read_json, read_spec
+from ...kv_transfer.identity import block_hashes, partition_salt
+from ...protos import frames
+from ...router.config import CLASSES, GIVE_UP_FACTOR
+from ...router.goodput import judge
+from ..config import ClusterConfig
+from ..telemetry import GatewayTally, logs
+from ..telemetry.gateway_metrics import CODE_CLIENT_LEFT, CODE_COMPLETE, outcome_of
+from ..telemetry.page import MetricRow
+from ..telemetry.tracing import Tracer, end_request_span
+from ..telemetry.vllm_metrics import cluster_rows
+from .apis.parameters import ModelLimits
+from .attempt.generator import Generator
+from .attempt.partitions import CachePartitions
+from .attempt.plane import Plane
+from .attempt.request import EndReason, PushSink, Request, SinkError
+from .attempt.shelf import Shelf
+from .attempt.terms import Terms
+from .capacity import GatewayCapacity
+from .edge.keys import AccessControl
+from .errors import ApiError
+from .text.answers import Output
+from .text.grammars import GrammarChecks
+from .text.templates import NotAtOnceError
+from .text.tokenizer import ChatTokenizer, TokenizedPrompt
+
+CLOSE_S = 0.5  #: for open answers to get their last error out when the gateway ends
+CLOSE_POLL_S = 0.01  #: how often it is looked whether they have
+#: The router answers a request within its own limit; one that it left without an answer for so
+#: many seconds beyond is given up.
+PLACE_MARGIN_S = 5.0
+
+
+class PromptBody(Protocol):
+    """The body of a call that one of the APIs has read: one prompt, and how to answer it."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def cache_salt(self) -> str | None: ...
+
+    @property
+    def prompt_cache_key(self) -> str | None: ...
+
+    def check(self, text: ChatTokenizer, limits: ModelLimits, /) -> None:
+        """Refuses what is wrong before a token is counted. Raises ApiError."""
+
+    @property
+    def is_short(self) -> bool:
+        """True if the prompt is tokenized in less time than another thread takes to wake."""
+
+    def prompt(self, text: ChatTokenizer, /) -> TokenizedPrompt:
+        """Renders and tokenizes; this may take seconds."""
+
+    def sampling(
+        self, text: ChatTokenizer, request_id: str, prompt_tokens: int, limits: ModelLimits, /
+    ) -> frames.Sampling:
+        """Returns how the engine samples the answers. Raises ApiError."""
+
+    def output(self) -> Output:
+        """How the answers' text is made."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFacilities:
+    """What the models of one gateway share."""
+
+    door: AccessControl  #: Who may call, and how much at a time.
+    capacity: GatewayCapacity
+    tracer: Tracer | None = None  #: None: nothing is traced.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What a gateway needs of a checkpoint, and the processes that work with it."""
+
+    text: ChatTokenizer  #: Turns conversations into token ids, and ids into text.
+    limits: ModelLimits
+    #: Of the hashes by which cached prefixes are found: other weights have other hashes.
+    salt: bytes
+    grammars: GrammarChecks
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.text.close()
+        self.grammars.close()
+
+
+def read_model_files(config: ClusterConfig, folder: Path) -> ModelFiles:
+    """Read what a gateway needs of the checkpoint in `folder`; this may take seconds.
+
+    Raises WeightsError if the folder lacks it.
+    """
+    template = config.model.chat_template
+    text = ChatTokenizer(
+        folder,
+        Path(template) if template else None,
+        tool_format=config.model.tool_format,
+        reasoning_format=config.model.reasoning_format,
+    )
+    text.start()  # else the first conversation would wait for what renders templates
+    limits = _limits(folder, config, text.longest_token_chars)
+    return ModelFiles(text, limits, fingerprint(folder), GrammarChecks(folder))
+
+
+class ServedModel:
+    """The requests for one model, and what all of them share."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        files: ModelFiles,
+        name: str,
+        plane: Plane,
+        *,
+        facilities: GatewayFacilities,
+    ) -> None:
+        """Serves a model under the name `name`, over the connections of `plane`.
+
+        `config` is this model's. The files and the plane end with it.
+        """
+        self.config = config
+        self.name = name  #: The name that answers have.
+        #: All names of the model that a request may have.
+        self.names = list(dict.fromkeys([name, *config.model.served_names]))
+        self.plane = plane
+        self._facilities = facilities
+        self._files = files
+        self.text = files.text
+        self.limits = files.limits
+
+        place_timeout_s = config.router.queue_ttl_s + PLACE_MARGIN_S
+        # A router that is connected gives a request up before this: at GIVE_UP_FACTOR times the
+        # longest wait for which it takes one in. Past it, the answer was lost.
+        place_limit_s = place_timeout_s + GIVE_UP_FACTOR * config.router.background_wait_s
+        self.generator = Generator(
+            plane, config.gateway.max_attempts, place_timeout_s, place_limit_s
+        )
+        #: What handlers give a prepared request to; it keeps answers for clients that come back.
+        self.shelf = Shelf(self, config.gateway.resume_s)
+        self._partitions = CachePartitions(config.secret)
+
+        self.tally = GatewayTally(config, list(config.router.classes or CLASSES))
+        self.tally.call_flaws = self.text.call_flaws
+        self._created = time.time()  #: Seconds since 1970, for clients and for the uptime.
+        self._live: set[str] = set()  #: Ids on the wire of the requests that run.
+        self.started = 0  #: Requests that ran, or run.
+        self.finished = 0  #: Requests whose answers are complete.
+        self.good = 0  #: Requests that met both targets: to the first token, and between tokens.
+        self.refused = 0  #: Requests that ended with an error.
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    async def prepare(
+        self, body: PromptBody, request_id: str, terms: Terms
+    ) -> tuple[Request, TokenizedPrompt]:
+        """Makes a request of a body; returns it with its prompt.
+
+        The caller gives the request to `shelf.push_answers`. It is an earlier call's request if
+        that one's answers go on under the same id. Raises ApiError for all that can be wrong with
+        the body.
+        """
+        logs.set_request_id(request_id)
+        self.generator.check_open()
+        self._facilities.capacity.check_room()
+        body.check(self.text, self.limits)
+        prompt = await self._prompt_of(body)
+        sampling = body.sampling(self.text, request_id, len(prompt.token_ids), self.limits)
+        self._facilities.door.check_answers(terms.api_key, sampling.n)
+        if sampling.grammar:
+            await self._check_grammar(sampling.grammar)
+
+        partition = self._partitions.name_of(terms.api_key, body.cache_salt, body.prompt_cache_key)
+        salt = partition_salt(self._files.salt, partition)
+        request = Request(
+            request_id,
+            prompt.token_ids,
+            block_hashes(prompt.token_ids, salt),
+            sampling,
+            salt=salt,
+            cache_partition=partition,
+            terms=terms,
+        )
+        if terms.arrived_s:
+            request.times.arrived_s = terms.arrived_s
+        return self.shelf.find(request, body.output(), terms.resume), prompt
+
+    async def _prompt_of(self, body: PromptBody) -> TokenizedPrompt:
+        """Returns the prompt of a body that was checked. Raises ApiError."""
+        if body.is_short:
+            # A thread costs 100 us: to wake it, to be woken, and to take turns with it.
+            with contextlib.suppress(NotAtOnceError):
+                return body.prompt(self.text)
+        return await self._facilities.capacity.tokenize(lambda: body.prompt(self.text))
+
+    async def _check_grammar(self, grammar: frames.Grammar) -> None:
+        """Raises ApiError for a grammar that no worker should compile."""
+        grammars = self._files.grammars
+        if grammars.is_known(grammar):
+            grammars.check(grammar)
+            return
+        await self._facilities.capacity.compile(lambda: grammars.check(grammar))
+
+    async def run(self, request: Request, sink: PushSink) -> None:
+        """Generates what the request lacks, and counts how it ended. Raises ApiError.
+
+        The answers count for the request's key until they have ended, with or without a reader.
+        """
+        open_answers = sum(not answer.ended for answer in request.answers)
+        with (
+            self._facilities.door.generating(request.terms.api_key, open_answers),
+            self._facilities.capacity.running_request(),
+        ):
+            await self._run_counted(request, sink)
+
+    async def _run_counted(self, request: Request, sink: PushSink) -> None:
+        """Runs a request. One that is cancelled counts as that of a client that left."""
+        self._live.add(request.wire_id)
+        self.started += 1
+        end_reason = EndReason.CANCELLED.value
+        status = CODE_CLIENT_LEFT
+        tracer = self._facilities.tracer
+        span = tracer.start_request_span(request, self.name) if tracer else None
+        try:
+            await self.generator.run(request, sink)
+        except ApiError as error:
+            self.refused += 1
+            end_reason = error.reason
+            status = error.http_status
+            error.counted_in_metrics = True
+            raise
+        except SinkError:
+            raise  # counts as a client that left
+        except Exception:
+            end_reason = "internal"
+            status = 500
+            raise
+        finally:
+            self._live.discard(request.wire_id)
+            outcome = self._account(request, end_reason, status)
+            if span:
+                end_request_span(span, request, outcome)
+
+    def dismiss(self, request: Request) -> None:
+        """Ends a request that another connection of its client has taken over."""
+        self.generator.dismiss(request)
+
+    def _account(self, request: Request, end_reason: str, status: int) -> frames.RequestOutcome:
+        """Counts what the request was like for its client.
+
+        Goodput and latencies count once for each request, though its client may come back.
+        `end_reason` and `status` are those of a request without a complete answer. The router gets
+        the outcome too.
+        """
+        if request.finish_reason:
+            self.finished += 1
+            end_reason = request.finish_reason
+            status = CODE_COMPLETE
+        outcome = outcome_of(request, end_reason)
+        if request.accounted:
+            self.tally.count_refused(status, request.terms.slo_class)
+            return outcome
+
+        request.accounted = True
+        self.tally.count_ended(request, outcome, status)
+        slo = self.config.slo
+        # Both targets in seconds; they are those of the configuration where the request names none.
+        self.good += judge(outcome, slo.ttft_ms / 1e3, slo.itl_ms / 1e3) == "both"
+        self.plane.link.send(outcome)
+        return outcome
+
+    async def end_requests(self) -> None:
+        """Ends open answers with the error `draining`, which new requests get at once."""
+        self.generator.close()
+        for _ in range(int(CLOSE_S / CLOSE_POLL_S)):
+            if not self._live:
+                return
+            await asyncio.sleep(CLOSE_POLL_S)
+
+    async def close(self) -> None:
+        """Ends the kept answers, the connections and the processes, behind the requests."""
+        self.shelf.close()
+        await self.plane.close()
+        self._files.close()
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> int:
+        """How many requests for this model run now."""
+        return len(self._live)
+
+    def missing(self) -> list[str]:
+        """Returns what a request would lack; empty: it can be served.
+
+        That is `gateway`, `router` or `connections`, or the roles that no worker has.
+        """
+        if self.generator.closed:
+            return ["gateway"]
+        if not self.plane.link.connected:
+            return ["router"]
+        roles = {card.role for card in self.plane.cards.values()}
+        needed_roles = {"decode"}
+        if self.config.router.disaggregate != "never":
+            needed_roles.add("prefill")
+        missing_roles = sorted(needed_roles - roles)
+        if not missing_roles and not self.plane.ready:
+            return ["connections"]
+        return missing_roles
+
+    def card(self, name: str) -> dict[str, Any]:
+        """Returns what `/v1/models` says of the model under one of its names."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": int(self._created),
+            "owned_by": "diptych",
+            "max_model_len": self.limits.max_model_len,
+        }
+
+    def statistics(self, metrics_address: str) -> dict[str, Any]:
+        """Returns what this gateway says of itself to the model's router, which passes it on.
+
+        The requests are those for this model: with several models each router hears of its own.
+        """
+        running = len(self._live)
+        return {
+            "id": self.plane.hello.name,
+            "pid": os.getpid(),
+            "model": self.name,
+            "uptime_s": round(time.time() - self._created, 1),
+            "metrics": metrics_address,
+            "requests": {
+                "running": running,
+                "finished": self.finished,
+                "good": self.good,
+                "refused": self.refused,
+                "cancelled": self.started - running - self.finished - self.refused,
+                "retries": self.generator.retries,
+            },
+        }
+
+    def metric_rows(self) -> Iterator[MetricRow]:
+        """Yields the rows of this process's own page, with the model's label."""
+        generator = self.generator
+        rows = self.tally.rows(len(self._live), generator.retries, generator.handovers)
+        return self._labelled(rows)
+
+    async def vllm_rows(self) -> list[MetricRow]:
+        """Returns vLLM's rows of the model's router and workers, which are asked now."""
+        router, workers = await self.plane.inspect()
+        block_tokens = self.config.model.block_tokens
+        rows = cluster_rows(router, workers, block_tokens, self.limits.max_model_len)
+        return list(self._labelled(rows))
+
+    def own_vllm_rows(self) -> Iterator[MetricRow]:
+        """Yields what vLLM counts beyond `metric_rows`, of this gateway's requests."""
+        return self._labelled(self.tally.vllm_rows())
+
+    def _labelled(self, rows: Iterable[MetricRow]) -> Iterator[MetricRow]:
+        labels = {"model": self.name}
+        return (row._replace(base_labels=labels) for row in rows)
+
+
+def _ends_and_length(folder: Path, config: ClusterConfig) -> tuple[tuple[int, ...], int]:
+    """The ids that end an answer, and the tokens of a prompt and its answer, at most."""
+    pools = (config.pools.prefill, config.pools.decode)
+    # A pool that a GPU's worker sizes bounds nothing here: the worker refuses what is too long.
+    pool_bytes = [pool.engine.kv_bytes for pool in pools if pool.engine.kv_bytes is not None]
+    if config.engine.kind == "vllm":
+        facts = read_facts(folder)
+        limit = config.model.max_model_len or facts.max_positions
+        for kv_bytes in pool_bytes:
+            pool_tokens = facts.pool_tokens(kv_bytes, config.model.dtype)
+            limit = min(limit, pool_tokens - config.model.block_tokens)
+        return facts.end_ids, limit
+    spec = read_spec(folder)
+    layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
+    limit = config.model.max_model_len or spec.max_positions
+    for kv_bytes in pool_bytes:
+        limit = min(limit, context_limit(spec, layout, kv_bytes, config.model.max_model_len))
+    return spec.eos_ids, limit
+
+
+def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimits:
+    """Returns what model and pools allow, and the model's sampling defaults.
+
+    The pool with less memory for KV bounds the context, as a request needs both. `token_chars` are
+    the characters of the vocabulary's longest token. A checkpoint that does not say `do_sample` is
+    greedy by default.
+    """
+    stop_ids, max_model_len = _ends_and_length(folder, config)
+    file = folder / "generation_config.json"
+    generation = read_json(file) if file.exists() else {}
+    temperature = generation.get("temperature", 1.0) if generation.get("do_sample") else 0.0
+    top_p = 1.0
+    top_k = 0
+    if temperature:
+        top_p = generation.get("top_p") or 1.0
+        top_k = generation.get("top_k") or 0
+    return ModelLimits(
+        max_model_len=max_model_len,
+        longest_token_chars=token_chars,
+        block_tokens=config.model.block_tokens,
+        stop_ids=stop_ids,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+    )

@@ -97,7 +97,8 @@ class EngineSettings(ConfigSection, SchedulerSettings, ComputeSettings):  # type
     kv_mib: Count | None = None
     #: How long a step that decodes answers may take. It bounds how much of a prompt is computed in
     #: such a step. So that prompts do not starve, one block is computed in every eighth step in any
-    #: case. None: `STEP_SHARE` of slo.itl_ms.
+    #: case. None: `STEP_SHARE` of slo.itl_ms. With `engine.kind: vllm` it is refused: vLLM's steps
+    #: have no limit of time.
     itl_budget_ms: Positive | None = None
 
     @property
@@ -559,11 +560,18 @@ class ClusterConfig(ConfigSection):
 
     def _check_vllm(self, ranks: int) -> None:
         """Raise ValueError for what does not work with vLLM as the engine."""
-        from ..engine.vllm.arguments import OWNED_ARGUMENTS
+        from ..engine.vllm.arguments import find_refusal
 
-        for name, advice in OWNED_ARGUMENTS.items():
-            if name in self.engine.vllm:
-                raise ValueError(f"engine.vllm.{name} cannot be set: {advice}")
+        refusal = find_refusal(self.engine.vllm)
+        if refusal is not None:
+            raise ValueError(refusal)
+        for name in ("prefill", "decode"):
+            if self.pools.of(name).engine.itl_budget_ms is not None:
+                raise ValueError(
+                    f"pools.{name}.engine.itl_budget_ms: engine.kind vllm plans its steps without "
+                    f"a limit of time; set pools.{name}.engine.max_step_tokens, which bounds the "
+                    "prefill of a step"
+                )
         if ranks > 1:
             raise ValueError("engine.kind vllm works for pools with tensor_parallel 1 only so far")
         if self.kv_tiers.memory_mib:

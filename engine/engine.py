@@ -124,6 +124,13 @@ class Engine:
         self.compatibility = layout.compatibility(
             salt + kernel_kind + self.kv_pool.digest_kind, ranks
         )
+        #: What `compatibility` is made of, for who is to be told what differs.
+        self.format_facts = {
+            "engine": "diptych",
+            "model": salt.hex(),
+            "kernels": kernel_kind.decode(),
+            "checksums": self.kv_pool.digest_kind.decode() or "xxh3",
+        }
         #: Parts of the layers whose KV is sent one by one, while the next layers are computed.
         self.piece_count = piece_count(layout, ranks)
 

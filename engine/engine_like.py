@@ -76,6 +76,11 @@ class EngineLike(Protocol):
         ...
 
     @property
+    def format_facts(self) -> dict[str, str]:
+        """What `compatibility` is a hash of beside the layout, by name; `engine` is one of them."""
+        ...
+
+    @property
     def piece_count(self) -> int:
         """In how many pieces of layers a block's KV becomes final, and is announced."""
         ...

@@ -90,6 +90,7 @@ SLOW_POLL_S = 0.005  #: While a ticket is open and has been quiet for 20 ms or m
 IDLE_POLL_S = 0.1
 QUIET_SHARE = 0.25  #: Of the time that nothing has come: what comes next may be seen so much later.
 SPIN_ROUNDS = 2  #: Quiet rounds of the loop before it waits between two polls.
+REFUSALS_LIMIT = 16  #: Refused peers that are remembered with the reason.
 TICK_S = 0.05  #: Between two looks at timeouts and fences; the shortest timeout is 0.2 s.
 
 #: Opens the rank's transport, given what decides whether incoming data may be stored.
@@ -141,13 +142,15 @@ class TransferService:
         deliver: Callable[[TransferOutcome], None],
         timeouts: TicketTimeouts | None = None,
         digester: Digester | None = None,
+        facts: dict[str, str] | None = None,
     ) -> None:
         """`open_transport` and `deliver` are called on the transfer thread.
 
         `agent` is this rank's name, which is never used twice. `end` says which heads the pool
         holds, and how they lie there. `compatibility` is a hash of model, numbers and format: a
         peer with another one is refused. `digester` makes checksums where the CPU cannot read the
-        pool; None: the CPU computes them. Raises ValueError if the pool needs one.
+        pool; None: the CPU computes them. `facts` say what `compatibility` is a hash of, so that a
+        refusal can name what differs. Raises ValueError if the pool needs a digester.
         """
         if digester is None and pool.memory != "DRAM":
             raise ValueError("checksums of a pool in a GPU's memory need its `digester`")
@@ -155,6 +158,7 @@ class TransferService:
         self.pool = pool
         self.end = end
         self.compatibility = compatibility
+        self._facts = facts or {}
         self.card: PeerCard | None = None  #: What peers need to know; None until `start`.
         self.gauges = TransferStatistics()  #: what was done since the start
         self._open_transport = open_transport
@@ -173,6 +177,8 @@ class TransferService:
         self._agents: dict[str, list[str]] = {}  #: Agents that the cluster names, by worker.
         self._cards: dict[str, PeerCard] = {}  #: Their cards, by agent.
         self._peers: dict[str, PeerCard] = {}  #: Those of them that the transport reaches.
+        #: Why agents were refused, of the last `REFUSALS_LIMIT`, until the cluster loses them.
+        self._refusals: dict[str, str] = {}
         self._unfenced: set[str] = set()  #: Lost agents, some write of which may still land.
         #: The part of `_unfenced` that is back but cannot be reached: alive, these never pass a
         #: fence.
@@ -213,7 +219,8 @@ class TransferService:
         """A snapshot, read without a lock: each number by itself is right.
 
         `sessions` are the peers that can be reached, `tickets` the open ones by state, and
-        `quarantined` is in tiles: room that a silent peer may still write to.
+        `quarantined` is in tiles: room that a silent peer may still write to. `refused_peers` say
+        by agent in what it differs.
         """
         received = list(self._receiver.tickets.values())
         sent = list(self._sender.tickets.values())
@@ -225,6 +232,7 @@ class TransferService:
             "sessions": len(self._peers),
             "tickets": dict(states),
             "quarantined": sum(len(ticket.offer.tiles) for ticket in quarantined),
+            "refused_peers": dict(self._refusals),
             **self.gauges.values(),
         }
 
@@ -244,6 +252,7 @@ class TransferService:
                 layout=self.end.layout,
                 rank=self.end.rank,
                 ranks=self.end.ranks,
+                facts=self._facts,
             )
         except BaseException as error:
             self._error = error  # `start` raises it
@@ -459,12 +468,14 @@ class TransferService:
         agent = card.agent
         if agent in self._peers or agent in self._unfenced or agent == self.agent:
             return
-        same_transport = card.transport == self._transport.name
-        if not same_transport or card.compatibility != self.compatibility:
+        assert self.card is not None
+        mismatch = self.card.describe_mismatch(card)
+        if mismatch is not None:
             self.gauges.failures["incompatible_peer"] += 1
             self._cards.pop(agent, None)
-            log.error("peer %s has another model, numbers or transport: refused", agent)
+            self._refuse(agent, mismatch)
             return
+        self._refusals.pop(agent, None)
         try:
             self._transport.add_peer(card)
         except Exception as error:
@@ -473,6 +484,14 @@ class TransferService:
             return
         self._peers[agent] = card
         self._send(agent, messages.GreetMessage(""))
+
+    def _refuse(self, agent: str, mismatch: str) -> None:
+        """Tells operators why no KV is exchanged with an agent."""
+        log.error("peer %s is refused, as it has another %s", agent, mismatch)
+        self._refusals.pop(agent, None)
+        self._refusals[agent] = mismatch
+        if len(self._refusals) > REFUSALS_LIMIT:
+            del self._refusals[next(iter(self._refusals))]
 
     def _reach(self, agent: str) -> None:
         """Reaches a peer again that was lost, if the cluster still names it.
@@ -500,6 +519,7 @@ class TransferService:
         so that this news still reaches the fences of its ranks."""
         for agent in self._agents.get(worker, ()):
             self._cards.pop(agent, None)
+            self._refusals.pop(agent, None)
             self._lose_peer(agent)
             if process_dead:
                 self._strays.discard(agent)

@@ -30,6 +30,40 @@ class PeerCard(msgspec.Struct, frozen=True):
     layout: KVLayout  #: How the pool's bytes are KV blocks; transports do not look at it.
     rank: int = 0  #: Number of this rank within its worker, from 0.
     ranks: int = 1  #: How many ranks the worker has.
+    #: What `compatibility` is a hash of beside the layout's numbers, by name: to say what differs.
+    facts: dict[str, str] = {}
+
+    def describe_mismatch(self, peer: PeerCard) -> str | None:
+        """Returns in what a peer differs though it must not, as `engine: vllm (here: diptych)`.
+
+        None if the two may exchange KV.
+        """
+        if peer.transport != self.transport:
+            return f"transport: {peer.transport} (here: {self.transport})"
+        if peer.compatibility == self.compatibility:
+            return None
+        own_facts = self._all_facts()
+        peer_facts = peer._all_facts()
+        if peer_facts.get("engine") != own_facts.get("engine"):
+            own_facts = {"engine": own_facts.get("engine", "unknown")}
+            peer_facts = {"engine": peer_facts.get("engine", "unknown")}
+        differing = [
+            f"{name}: {peer_facts.get(name, 'none')} (here: {own_facts.get(name, 'none')})"
+            for name in {**own_facts, **peer_facts}
+            if peer_facts.get(name) != own_facts.get(name)
+        ]
+        return "; ".join(differing) or "model, numbers or format of blocks"
+
+    def _all_facts(self) -> dict[str, str]:
+        """Returns everything that both ends must have in common, by name, as far as it is known."""
+        layout = self.layout
+        return {
+            **self.facts,
+            "layers": str(layout.layers),
+            "KV heads": str(layout.heads * self.ranks),
+            "numbers per head": str(layout.head_dim),
+            "type of numbers": layout.dtype,
+        }
 
 
 class Pool(Protocol):

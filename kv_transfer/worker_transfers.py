@@ -96,11 +96,16 @@ class WorkerTransfers:
 
 
 def sum_snapshots(snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Adds up numbers and the values of mappings, key by key; of texts keeps the first."""
+    """Adds up numbers and the values of mappings, key by key; of texts keeps the first.
+
+    Mappings to texts become one mapping.
+    """
     total: dict[str, Any] = {}
     for snapshot in snapshots:
         for key, value in snapshot.items():
-            if isinstance(value, dict):
+            if key == "refused_peers":
+                total[key] = value | total.get(key, {})
+            elif isinstance(value, dict):
                 counts = Counter(total.get(key, {}))
                 counts.update(value)
                 total[key] = dict(counts)

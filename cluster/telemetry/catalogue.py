@@ -93,6 +93,16 @@ ENGINE = _metrics_of(
     preemptions_total=_counter("Sequences that gave their blocks up to others"),
     draft_tokens_total=_counter("Guessed tokens that were verified", "result"),
 )
+#: With `engine.kind: vllm` only: what the hosted vLLM says of itself. Not `vllm:`, under which
+#: Diptych's own numbers are exported for boards that were made for vLLM.
+HOSTED_VLLM = _metrics_of(
+    "worker",
+    hosted_vllm_running_requests=_gauge("Requests that the hosted vLLM computes"),
+    hosted_vllm_waiting_requests=_gauge("Requests that wait in the hosted vLLM, for KV too"),
+    hosted_vllm_kv_cache_usage_ratio=_gauge("Share of its blocks that the hosted vLLM counts used"),
+    hosted_vllm_prefix_cache_queries_total=_counter("Prompt tokens that it looked up in its cache"),
+    hosted_vllm_prefix_cache_hits_total=_counter("Those of them that it found"),
+)
 TRANSFER = _metrics_of(
     "worker",
     kv_transfer_bytes_total=_counter("KV that was sent, or has arrived", "direction"),
@@ -114,7 +124,7 @@ CONTROL = _metrics_of(
     flips_total=_counter("Workers that were given another role", "from", "to"),
     build_info=_gauge("1", "version", "python"),
 )
-METRICS = GATEWAY | ROUTER | ENGINE | TRANSFER | CONTROL
+METRICS = GATEWAY | ROUTER | ENGINE | HOSTED_VLLM | TRANSFER | CONTROL
 
 #: What Diptych has too, under vLLM's names: vLLM's boards and llm-d's endpoint picker use them. The
 #: processes export them if `observability.metrics_compat` asks for it. "As" names our metric.

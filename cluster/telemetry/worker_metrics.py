@@ -110,6 +110,8 @@ def _engine_rows(engine: dict[str, Any]) -> Iterator[MetricRow]:
     rejected = engine["drafted"] - engine["accepted"]
     yield MetricRow("draft_tokens_total", engine["accepted"], {"result": "accepted"})
     yield MetricRow("draft_tokens_total", rejected, {"result": "rejected"})
+    for name, value in engine.get("vllm", {}).items():
+        yield MetricRow(f"hosted_vllm_{name}", value)
     yield MetricRow("vllm:num_requests_running", running)
     yield MetricRow("vllm:num_requests_waiting", waiting)
     used_blocks = blocks["total"] - blocks["free"] - blocks["cached"]

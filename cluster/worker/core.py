@@ -413,7 +413,7 @@ class WorkerCore:
             bytes=probed.tokens * self._token_bytes,
             busy_s=probed.busy_s,
             wall_s=wall_s,
-            reason=probed.reason,
+            reason=self._explain_probe(probed.reason, peer),
         )
         if probed.tokens and tcp_bytes_before is not None and tcp_bytes_after is not None:
             # Only rank 0 runs in this process: other ranks' bytes do not pass its connections.
@@ -476,6 +476,15 @@ class WorkerCore:
             and not self.role.prefixes.has_staged(attempt_key)
         )
 
+    def _explain_probe(self, reason: str, peer: str) -> str:
+        """Return why a probe failed; of a peer that is refused, what it has that it must not."""
+        if reason != "peer_lost":
+            return reason
+        for agent, mismatch in self.transfers.statistics()["refused_peers"].items():
+            if agent.startswith(f"{peer}:"):
+                return f"{peer} is refused, as it has another {mismatch}"
+        return reason
+
     def stop(self) -> None:
         """End the threads and give back the cores. Takes seconds at most.
 
@@ -516,10 +525,9 @@ def engine_opener(config: ClusterConfig) -> OpenEngine:
 def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> EngineOptions:
     """Return the options of `pool`'s engines by the configuration; cores are not chosen here."""
     settings = pool.engine
-    itl_budget_ms = settings.itl_budget_ms or STEP_SHARE * config.slo.itl_ms
     limits = SchedulerLimits(
         block_tokens=config.model.block_tokens,
-        itl_budget_s=itl_budget_ms / 1e3,
+        itl_budget_s=_itl_budget_s(config, settings),
         **_settings_of(SchedulerSettings, settings),
     )
     return EngineOptions(
@@ -536,6 +544,13 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
         vllm_arguments=config.engine.vllm,
         **_settings_of(ComputeSettings, settings),
     )
+
+
+def _itl_budget_s(config: ClusterConfig, settings: EngineSettings) -> float | None:
+    """Return how long a step that decodes may take; None: vLLM plans its steps without a limit."""
+    if config.engine.kind == "vllm":
+        return None
+    return (settings.itl_budget_ms or STEP_SHARE * config.slo.itl_ms) / 1e3
 
 
 def _settings_of(

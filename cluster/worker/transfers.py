@@ -60,6 +60,7 @@ def make_rank_services(
         on_outcome,
         TicketTimeouts(total_s=settings.timeout_s),
         digester=pool.digester,
+        facts=engine.format_facts,
     )
     services: list[RankService] = [own_service]
     for rank, control in enumerate(engine.rank_sockets, 1):

@@ -7,7 +7,8 @@ names.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
 #: Argument -> the setting of cluster.yaml to use instead, or why there is none. The text ends the
 #: error "engine.vllm.NAME cannot be set: TEXT".
@@ -33,11 +34,66 @@ OWNED_ARGUMENTS: Final = {
     "enable_prefix_caching": "it is on, as the router counts on it",
     "logits_processors": "Diptych samples by a processor of its own",
     "speculative_config": "vLLM refuses it beside Diptych's sampling",
+    "spec_method": "vLLM refuses speculation beside Diptych's sampling",
+    "spec_model": "vLLM refuses speculation beside Diptych's sampling",
+    "spec_tokens": "vLLM refuses speculation beside Diptych's sampling",
     "enable_lora": (
         "adapters are not served yet; merge the adapter into its model's weights (merge_and_unload "
         "of PEFT) and serve the result"
     ),
+    "max_loras": "adapters are not served yet",
+    "max_lora_rank": "adapters are not served yet",
+    "max_cpu_loras": "adapters are not served yet",
+    "default_mm_loras": "adapters are not served yet",
+    "distributed_executor_backend": "the engine runs in the worker's own process",
+    "worker_cls": "the engine runs in the worker's own process",
+    "worker_extension_cls": "the engine runs in the worker's own process",
+    "scheduler_cls": "Diptych depends on the scheduler of vLLM that it was made for",
+    "decode_context_parallel_size": "vLLM behind Diptych runs on one rank only so far",
+    "prefill_context_parallel_size": "vLLM behind Diptych runs on one rank only so far",
+    "nnodes": "vLLM behind Diptych runs on one rank only so far",
+    "kv_offloading_size": "tiers below vLLM's pool are not supported",
+    "kv_offloading_backend": "tiers below vLLM's pool are not supported",
+    "ec_transfer_config": "gateways refuse images, so there is nothing to transfer",
+    "enable_chunked_prefill": "it is on: set pools.*.engine.max_step_tokens",
+    "max_num_scheduled_tokens": "set pools.*.engine.max_step_tokens",
+    "max_num_active_seqs": "set pools.*.engine.max_running",
+    "max_num_queued_reqs": "set router.queue_max",
+    "max_num_queued_tokens": "set router.queue_max",
+    "enable_sleep_mode": "workers are started and stopped instead: diptych scale",
     "language_model_only": "gateways refuse images, so only the language model is loaded",
     "seed": "each request has its own",
-    "disable_log_stats": "metrics come from Diptych",
+    "disable_log_stats": "it is off, as the worker exports vLLM's numbers",
 }
+#: Why `enforce_eager` may be true only.
+GRAPHS_REFUSED: Final = (
+    "engine.vllm.enforce_eager can only be true: compiled graphs skip the calls by which layers "
+    "tell that their KV is complete"
+)
+#: Arguments that change neither weights nor what is computed, so that peers may differ in them.
+NEUTRAL_ARGUMENTS: Final = frozenset(
+    {
+        "served_model_name",
+        "download_dir",
+        "load_format",
+        "use_tqdm_on_load",
+        "max_parallel_loading_workers",
+        "safetensors_load_strategy",
+        "enforce_eager",
+        "max_logprobs",
+        "long_prefill_token_threshold",
+        "watermark",
+        "shutdown_timeout",
+        "log_level",
+    }
+)
+
+
+def find_refusal(arguments: Mapping[str, Any]) -> str | None:
+    """Returns why one of an operator's arguments (`engine.vllm`) cannot be set, or None."""
+    for name in arguments:
+        if name in OWNED_ARGUMENTS:
+            return f"engine.vllm.{name} cannot be set: {OWNED_ARGUMENTS[name]}"
+    if not arguments.get("enforce_eager", True):
+        return GRAPHS_REFUSED
+    return None

@@ -33,12 +33,18 @@ from ..sequence import BlocksFilled, Sequence, SequenceOutput
 from ..spec import fingerprint
 from .hooks import HOOKS, REQUEST_ID
 from .hosted_request import HostedRequest, RequestState, request_id_of
-from .internals import describe_attention, give_worker_connector, take_worker_connector
-from .pool import VllmPool, describe_format
+from .internals import (
+    describe_attention,
+    give_worker_connector,
+    is_preempted,
+    take_worker_connector,
+)
+from .pool import VllmPool, describe_format, format_hash
 from .prefix_blocks import PrefixBlocks
 from .prefix_names import PrefixNames
 from .self_test import check_moved_blocks
 from .start import check_version, start_core
+from .statistics import VllmStatistics
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -96,10 +102,13 @@ class VllmEngine:
             model.max_model_len, self.block_count * options.limits.block_tokens
         )
         self._salt = fingerprint(options.model_folder)
-        self.compatibility = layout.compatibility(
-            describe_format(layout, describe_attention(self._core.vllm_config, self._layer_numbers))
-            + self._salt
+        self.format_facts = describe_format(
+            layout,
+            self._salt,
+            describe_attention(self._core.vllm_config, self._layer_numbers),
+            options.vllm_arguments,
         )
+        self.compatibility = format_hash(layout, self.format_facts)
         self.piece_count = piece_count(layout, ranks=1)
         self.exact = False  # vLLM promises no bits that do not depend on the batch
         facts = read_facts(options.model_folder)
@@ -117,6 +126,8 @@ class VllmEngine:
             options.limits.block_tokens,
             self._core.request_block_hasher,
         )
+        #: Prompts for transfers that have not begun, as others hold too much of the pool.
+        self._deferred: list[Sequence] = []
         self._arrived: set[str] = set()  #: To be reported to vLLM in the next step.
         self._answers: list[StepEvent] = []  #: To be delivered by the step that runs, or the next.
         #: Blocks that this step fills, by attempt: (first block, blocks).
@@ -141,6 +152,7 @@ class VllmEngine:
         }
         self._step_tokens = Histogram(STEP_ROWS_BOUNDS)
         self._request_preemptions = Histogram(PREEMPTION_BOUNDS)
+        self._own_statistics = VllmStatistics()
 
     @property
     def rank_sockets(self) -> list[Any]:
@@ -180,8 +192,48 @@ class VllmEngine:
         self._grammars.prepare(grammar)
 
     def add(self, sequence: Sequence) -> None:
-        """Prefills the sequence, then decodes it (or holds its blocks, if it stops there)."""
-        self._start(sequence, RequestState.WAITING, len(sequence.token_ids))
+        """Prefills the sequence, then decodes it (or holds its blocks, if it stops there).
+
+        A prompt for a transfer begins when the others leave it room (`held_share`). A sequence that
+        the pool can never hold is refused with the next step's events: vLLM would wait for ever.
+        """
+        needed = self._blocks_for(len(sequence.token_ids) + 1)  # an id is sampled behind them
+        if needed > self.block_count or len(sequence.token_ids) >= self.max_model_len:
+            reason = (
+                f"no_capacity: {len(sequence.token_ids)} tokens, and the KV pool has room for "
+                f"{self.max_model_len}: raise pools.*.engine.kv_mib"
+            )
+            self._answers.append(SequenceOutput(sequence.attempt_key, error=reason))
+        elif sequence.stop_after_first:
+            self._deferred.append(sequence)
+        else:
+            self._start(sequence, RequestState.WAITING, len(sequence.token_ids))
+
+    def _start_deferred(self) -> None:
+        """Starts prompts for transfers, the most urgent first, while they leave room to others.
+
+        Together they hold at most `held_share` of the pool, until their transfers have ended. So a
+        slow receiver stops new ones, never one that has begun; a larger one is computed alone.
+        """
+        limit = int(self.block_count * self.limits.held_share)
+        while self._deferred:
+            held_blocks = self._held_blocks()
+            sequence = min(self._deferred, key=_priority)
+            needed = self._blocks_for(len(sequence.token_ids))
+            if held_blocks and held_blocks + needed > limit:
+                return
+            self._deferred.remove(sequence)
+            self._start(sequence, RequestState.WAITING, len(sequence.token_ids))
+
+    def _held_blocks(self) -> int:
+        """Returns how many blocks prompts for transfers hold, or are going to."""
+        pinned = {block.block_id for blocks in self._pinned.values() for block in blocks}
+        coming = sum(
+            self._blocks_for(request.start_tokens) - request.sequence.filled_blocks
+            for request in self._requests.values()
+            if request.state is RequestState.WAITING and request.sequence.stop_after_first
+        )
+        return len(pinned) + coming
 
     def reserve(self, sequence: Sequence) -> BlocksReserved | None:
         """Asks vLLM for blocks for KV that is going to arrive.
@@ -246,6 +298,9 @@ class VllmEngine:
         """Ends a sequence wherever it is. Its blocks are free after the next step at the latest."""
         for request in self._requests_of(attempt_key):
             self._give_up(request)
+        self._deferred = [
+            sequence for sequence in self._deferred if sequence.attempt_key != attempt_key
+        ]
         self._prefixes.release(attempt_key)
         self._prefixes.unpin(self._pinned.pop(attempt_key, []))
 
@@ -285,11 +340,9 @@ class VllmEngine:
             prompt_logprobs=self._prompt_logprobs(sequence, state),
             extra_args={REQUEST_ID: request_id},
         )
-        priority = int(1e3 * (sequence.deadline_s or time.monotonic()))
+        priority = _priority(sequence)
         if state is RequestState.RESERVING:
             priority = RESERVE_PRIORITY
-        elif sequence.background:
-            priority += BACKGROUND_PRIORITY
         asked = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=list(sequence.token_ids[:start_tokens]),
@@ -485,6 +538,7 @@ class VllmEngine:
 
     def step(self) -> list[StepEvent]:
         """Has vLLM compute one step; returns what came of it. Any exception ends the worker."""
+        self._start_deferred()
         if not self._scheduler.has_requests():
             return self._take_answers()
         give_worker_connector(self._connector)
@@ -496,6 +550,8 @@ class VllmEngine:
         self._refuse_overdue_reservations()
         events = self._take_answers()
         for outputs in (outputs_by_client or {}).values():
+            if outputs.scheduler_stats is not None:
+                self._own_statistics.take(outputs.scheduler_stats)
             for output in outputs.outputs:
                 events += self._book(output)
         return events
@@ -680,8 +736,13 @@ class VllmEngine:
             decode_steps=self._decode_steps,
             decode_s=self._decode_s,
             running_sequences=len(running),
+            preempted_sequences=sum(map(is_preempted, self._vllm_requests())),
             kv_tokens=sum(len(request.sequence.token_ids) for request in running),
         )
+
+    def _vllm_requests(self) -> list[Any]:
+        """Returns vLLM's own requests of all that is hosted."""
+        return [request.vllm_request for request in self._requests.values()]
 
     def block_holders(self) -> Iterator[tuple[AttemptKey, int]]:
         """Yields each attempt that has blocks, with their number. Any thread."""
@@ -704,7 +765,7 @@ class VllmEngine:
             and request.computed_tokens > 0
             for request in requests
         )
-        waiting = sum(
+        waiting = len(self._deferred) + sum(
             request.state is RequestState.WAITING and not request.computed_tokens
             for request in requests
         )
@@ -726,6 +787,7 @@ class VllmEngine:
             "step_s": {phase: seconds.values() for phase, seconds in self._step_s.items()},
             "step_tokens": self._step_tokens.values(),
             "kv_blocks": self._block_statistics(requests),
+            "vllm": self._own_statistics.values(),
         }
 
     def _block_statistics(self, requests: list[HostedRequest]) -> dict[str, int]:
@@ -754,6 +816,12 @@ class VllmEngine:
             "demoting": 0,
             "active": total - unused - len(reserved) - len(staged),
         }
+
+
+def _priority(sequence: Sequence) -> int:
+    """Returns vLLM's priority of a sequence, by its deadline; a lower one goes first."""
+    priority = int(1e3 * (sequence.deadline_s or time.monotonic()))
+    return priority + BACKGROUND_PRIORITY if sequence.background else priority
 
 
 def _leave_only(logits: torch.Tensor, row: int, token_id: int) -> None:

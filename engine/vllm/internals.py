@@ -8,21 +8,28 @@ from typing import Any
 from .start import check_version
 
 
-def describe_attention(vllm_config: Any, layer_names: Iterable[str]) -> list[str]:
-    """Returns what decides how vLLM's attention orders the numbers inside of a block.
+def describe_attention(vllm_config: Any, layer_names: Iterable[str]) -> dict[str, str]:
+    """Returns by name what decides how vLLM's attention orders the numbers inside of a block.
 
-    That is vLLM's version, the type and layout of its KV cache, and for each kind of layer the
-    backend and, on a CPU, the instruction set.
+    That is vLLM's version, the type and layout of its KV cache, and of its layers the backends and,
+    on a CPU, the instruction sets.
     """
     cache = vllm_config.cache_config
-    parts = {check_version(), str(cache.cache_dtype), str(cache.kv_cache_layout)}
     layers = vllm_config.compilation_config.static_forward_context
+    backends: set[str] = set()
+    instruction_sets: set[str] = set()
     for name in layer_names:
         layer = layers[name]
-        backend = layer.get_attn_backend().get_name()
-        instruction_set = getattr(layer, "isa", None) or _cpu_instruction_set(vllm_config, layer)
-        parts.add(f"{backend}:{instruction_set}")
-    return sorted(parts)
+        backends.add(layer.get_attn_backend().get_name())
+        isa = getattr(layer, "isa", None) or _cpu_instruction_set(vllm_config, layer)
+        instruction_sets.add(str(isa))
+    return {
+        "version of vLLM": check_version(),
+        "type of the KV cache": str(cache.cache_dtype),
+        "layout of the KV cache": str(cache.kv_cache_layout),
+        "attention backend": ", ".join(sorted(backends)),
+        "instruction set": ", ".join(sorted(instruction_sets)),
+    }
 
 
 def _cpu_instruction_set(vllm_config: Any, layer: Any) -> str:
@@ -36,6 +43,13 @@ def _cpu_instruction_set(vllm_config: Any, layer: Any) -> str:
             vllm_config.cache_config.cache_dtype,
         )
     )
+
+
+def is_preempted(vllm_request: Any) -> bool:
+    """Returns whether vLLM has taken a request's blocks for others, and will compute it again."""
+    from vllm.v1.request import RequestStatus
+
+    return bool(vllm_request.status == RequestStatus.PREEMPTED)
 
 
 def take_worker_connector() -> Any:

@@ -9,13 +9,16 @@ have the same layout, or refuse each other (`describe_format`).
 from __future__ import annotations
 
 import ctypes
+import json
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ...kv_transfer import KVLayout
 from ...kv_transfer.digests import Digester
 from ..errors import UnsupportedModel
+from .arguments import NEUTRAL_ARGUMENTS
 
 
 class VllmPool:
@@ -92,10 +95,26 @@ def pool_layout(layers: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
     )
 
 
-def describe_format(layout: KVLayout, parts: Sequence[str]) -> bytes:
-    """Returns what two ends must have in common besides the model and the numbers of a token.
+def describe_format(
+    layout: KVLayout, model: bytes, attention: dict[str, str], arguments: dict[str, Any]
+) -> dict[str, str]:
+    """Returns by name what two ends must have in common besides the numbers of a token.
 
-    `parts` are the engine's version, its attention backend, instruction set and so on. Both ends
-    must have blocks of one size too: vLLM's cannot be cut by tokens.
+    `model` is the checkpoint's fingerprint, `attention` what orders the numbers inside of a block,
+    and `arguments` are the operator's (`engine.vllm`). Those that leave the numbers alone do not
+    count; any other may change what is in a block. Both ends must have blocks of one size too:
+    vLLM's cannot be cut by tokens.
     """
-    return "|".join(["vllm", *parts, str(layout.block_tokens)]).encode()
+    counted = {name: arguments[name] for name in sorted(arguments.keys() - NEUTRAL_ARGUMENTS)}
+    return {
+        "engine": "vllm",
+        "model": model.hex(),
+        **attention,
+        "tokens of a block": str(layout.block_tokens),
+        "engine.vllm": json.dumps(counted, sort_keys=True, default=str),
+    }
+
+
+def format_hash(layout: KVLayout, facts: dict[str, str]) -> bytes:
+    """Returns the hash that two ends must share: of the facts, and of the numbers of a token."""
+    return layout.compatibility(json.dumps(facts, sort_keys=True).encode())

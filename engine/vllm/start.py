@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineError, OutOfMemory, UnsupportedModel
 from ..options import EngineOptions
-from .arguments import OWNED_ARGUMENTS
+from .arguments import find_refusal
 from .hooks import ENGINE_NAME
 from .models import attention_environment, check_model, describe_error
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 SUPPORTED_VERSION = "0.32."  #: Hooks and block pool change between minor versions of vLLM.
 #: What must stand in the environment before vLLM is imported. One process for all; an OpenMP pool
-#: that `engine.threads` and the thread's cores bound; hashes of blocks as bytes in its events.
+#: that `engine.threads` and the thread's cores bound; hashes of blocks as bytes in its events; no
+#: compiler, which would stop the engine for seconds at the first request for a prompt's logprobs.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -32,10 +33,11 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 #: Names of vLLM that the hosting calls, with the parameters that it passes.
-USED_SIGNATURES = {
+USED_SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.v1.core.block_pool.BlockPool": {
         "touch": ("blocks",),
         "free_blocks": ("ordered_blocks",),
@@ -55,6 +57,28 @@ USED_SIGNATURES = {
         "post_step": ("model_executed",),
         "shutdown": (),
     },
+    "vllm.v1.request.Request": {
+        "__init__": (
+            "request_id",
+            "prompt_token_ids",
+            "sampling_params",
+            "pooling_params",
+            "cache_salt",
+            "block_hasher",
+        ),
+    },
+    "vllm.v1.engine.EngineCoreRequest": {
+        "__init__": ("request_id", "prompt_token_ids", "cache_salt", "priority"),
+    },
+    "vllm.v1.sample.logits_processor.LogitsProcessor": {
+        "__init__": ("vllm_config", "device", "is_pin_memory"),
+        "is_argmax_invariant": (),
+        "update_state": ("batch_update",),
+        "apply": ("logits",),
+    },
+    "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorTransferResults": {
+        "__init__": ("finished_recving",),
+    },
     "vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1": {
         "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
         "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
@@ -62,6 +86,17 @@ USED_SIGNATURES = {
         "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata"),
         "get_transfer_results": ("finished_req_ids",),
     },
+}
+#: What the hosting reads of vLLM's core and its scheduler once they have started.
+USED_ATTRIBUTES = {
+    "core": ("step_fn", "request_block_hasher", "scheduler", "vllm_config"),
+    "core.scheduler": (
+        "kv_event_publisher",
+        "finished_req_ids",
+        "kv_cache_manager",
+        "has_requests",
+    ),
+    "core.scheduler.kv_cache_manager.block_pool": ("blocks", "num_gpu_blocks"),
 }
 RESERVE_SLOTS = 2  #: vLLM may run so many times `max_running` requests: reserved ones come on top.
 
@@ -95,18 +130,35 @@ def check_signatures() -> None:
     missing: list[str] = []
     for path, methods in USED_SIGNATURES.items():
         module, _, class_name = path.rpartition(".")
-        owner = getattr(__import__(module, fromlist=[class_name]), class_name, None)
+        owner: Any = getattr(__import__(module, fromlist=[class_name]), class_name, None)
         for name, parameters in methods.items():
             method = getattr(owner, name, None)
             if method is None:
                 missing.append(f"{class_name}.{name}")
                 continue
-            known = inspect.signature(method).parameters
+            # Constructors that are not written in Python have a signature as classes only.
+            callee = owner if name == "__init__" else method
+            known = inspect.signature(callee).parameters
             missing += [
                 f"{class_name}.{name}({parameter})"
                 for parameter in parameters
                 if parameter not in known
             ]
+    _refuse_missing(missing)
+
+
+def check_attributes(core: EngineCore) -> None:
+    """Raises VllmUnavailable where a started core lacks something that the hosting reads."""
+    missing: list[str] = []
+    for path, names in USED_ATTRIBUTES.items():
+        owner: Any = core
+        for part in path.split(".")[1:]:
+            owner = getattr(owner, part)
+        missing += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
+    _refuse_missing(missing)
+
+
+def _refuse_missing(missing: list[str]) -> None:
     if missing:
         raise VllmUnavailable(
             f"this vLLM {check_version()} is not the one that the hosting was made for; it lacks "
@@ -117,16 +169,17 @@ def check_signatures() -> None:
 def check_arguments(arguments: dict[str, Any]) -> None:
     """Raises EngineError for arguments (`engine.vllm`) that the hosting owns.
 
-    Names that vLLM does not know are found by `known_arguments`, which needs vLLM.
+    Names that vLLM does not know are found by `start_core`, which needs vLLM.
     """
-    for name in arguments:
-        if name in OWNED_ARGUMENTS:
-            raise EngineError(f"engine.vllm.{name} cannot be set: {OWNED_ARGUMENTS[name]}")
+    refusal = find_refusal(arguments)
+    if refusal is not None:
+        raise EngineError(refusal)
 
 
-def start_core(options: EngineOptions, engine_name: str) -> EngineCore:
+def start_core(options: EngineOptions, engine_name: str | None) -> EngineCore:
     """Loads the model into a vLLM whose connector finds the hooks under `engine_name`.
 
+    With None it is vLLM alone, to compare with: the same arguments, and no hooks.
     Raises VllmUnavailable, UnsupportedModel, OutOfMemory or EngineError; each says what to do.
     """
     check_version()
@@ -144,7 +197,6 @@ def start_core(options: EngineOptions, engine_name: str) -> EngineCore:
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     check_signatures()
 
-    from vllm.config import KVEventsConfig, KVTransferConfig
     from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
@@ -154,44 +206,62 @@ def start_core(options: EngineOptions, engine_name: str) -> EngineCore:
     for name in options.vllm_arguments:
         if name not in known_arguments:
             raise EngineError(f"engine.vllm.{name} is no argument of vLLM {check_version()}")
-    limits = options.limits
     arguments = EngineArgs(
-        model=str(options.model_folder),
-        skip_tokenizer_init=True,
-        dtype=options.dtype,
+        **_engine_arguments(options), **(_hosting_arguments(engine_name) if engine_name else {})
+    )
+    # vLLM keeps the connector of its model in a global, and makes none if there is one.
+    kv_transfer_state._KV_CONNECTOR_AGENT = None
+    try:
+        config = arguments.create_engine_config()
+        check_model(config, options.limits.block_tokens)
+        core = EngineCore(config, Executor.get_class(config), log_stats=True)
+    except (ValueError, NotImplementedError) as error:
+        text = describe_error(error)
+        if "memory" in text:
+            raise OutOfMemory(f"vLLM: {text}") from error
+        raise UnsupportedModel(f"vLLM: {text}") from error
+    check_attributes(core)
+    return core
+
+
+def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Returns vLLM's arguments as the worker's options say, and the operator's own ones."""
+    limits = options.limits
+    return {
+        "model": str(options.model_folder),
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype,
         # -1: what the model and the pool allow.
-        max_model_len=options.max_model_len or -1,
-        block_size=limits.block_tokens,
-        kv_cache_memory_bytes=options.kv_bytes,
-        max_num_seqs=RESERVE_SLOTS * limits.max_running,
+        "max_model_len": options.max_model_len or -1,
+        "block_size": limits.block_tokens,
+        "kv_cache_memory_bytes": options.kv_bytes,
+        "max_num_seqs": RESERVE_SLOTS * limits.max_running,
         # A step's prefill, and beside it a token of each that decodes.
-        max_num_batched_tokens=limits.max_step_tokens + RESERVE_SLOTS * limits.max_running,
-        enable_prefix_caching=True,
+        "max_num_batched_tokens": limits.max_step_tokens + RESERVE_SLOTS * limits.max_running,
+        "enable_prefix_caching": True,
         # Gateways refuse images, so nothing before the language model is loaded.
-        language_model_only=True,
-        scheduling_policy="priority",
-        async_scheduling=False,
-        seed=0,
-        disable_log_stats=True,
-        logits_processors=["diptych.engine.vllm.logits_processor:DiptychSampling"],
-        kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
-        kv_transfer_config=KVTransferConfig(
+        "language_model_only": True,
+        "scheduling_policy": "priority",
+        "async_scheduling": False,
+        "seed": 0,
+        "disable_log_stats": False,
+        "enforce_eager": True,
+        **options.vllm_arguments,
+    }
+
+
+def _hosting_arguments(engine_name: str) -> dict[str, Any]:
+    """Returns the arguments by which vLLM calls the hooks of the engine of this name."""
+    from vllm.config import KVEventsConfig, KVTransferConfig
+
+    return {
+        "logits_processors": ["diptych.engine.vllm.logits_processor:DiptychSampling"],
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        "kv_transfer_config": KVTransferConfig(
             kv_connector="DiptychConnector",
             kv_connector_module_path="diptych.engine.vllm.connector",
             kv_role="kv_both",
             kv_load_failure_policy="fail",
             kv_connector_extra_config={ENGINE_NAME: engine_name},
         ),
-        **{"enforce_eager": True, **options.vllm_arguments},
-    )
-    # vLLM keeps the connector of its model in a global, and makes none if there is one.
-    kv_transfer_state._KV_CONNECTOR_AGENT = None
-    try:
-        config = arguments.create_engine_config()
-        check_model(config, limits.block_tokens)
-        return EngineCore(config, Executor.get_class(config), log_stats=False)
-    except (ValueError, NotImplementedError) as error:
-        text = describe_error(error)
-        if "memory" in text:
-            raise OutOfMemory(f"vLLM: {text}") from error
-        raise UnsupportedModel(f"vLLM: {text}") from error
+    }

@@ -42,6 +42,11 @@ def test_a_step_has_nine_tenths_of_the_itl_target_unless_the_pool_says_otherwise
     assert budgets == [pytest.approx(0.030), pytest.approx(0.045)]
 
 
+def test_no_worker_of_vllm_tells_of_a_budget_that_it_does_not_keep() -> None:
+    config = ClusterConfig.model_validate({"engine": {"kind": "vllm"}})
+    assert engine_config(config, config.pools.decode, Path("model")).limits.itl_budget_s is None
+
+
 def test_the_defaults_of_cluster_yaml_are_those_of_the_engine() -> None:
     config = load_config(None, {})
     options = engine_config(config, config.pools.decode, Path("model"))

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -34,6 +35,7 @@ from diptych.cluster.telemetry.worker_metrics import (
     worker_rows,
 )
 from diptych.engine.engine import STEP_ROWS_BOUNDS, STEP_SECONDS_BOUNDS
+from diptych.engine.vllm.statistics import VllmStatistics
 from diptych.kv_transfer.statistics import Histogram, TransferStatistics
 from diptych.protos import frames as f
 from diptych.router import Router, RouterConfig
@@ -122,6 +124,7 @@ def worker_statistics() -> dict[str, Any]:
     blocks = dict.fromkeys(states, 5) | {"total": 30, "quarantined": 1, "orphaned": 2}
     engine = {"running": 3, "prefilling": 1, "waiting": 2, "ready": 1, "preemptions": 4}
     engine |= {"drafted": 9, "accepted": 6, "prefill_tokens": 640, "kv_blocks": blocks}
+    engine |= {"vllm": VllmStatistics().values()}
     engine |= {"step_s": {"prefill": steps.values(), "decode": steps.values()}}
     transfer = {"transport": "nixl", "sessions": 1, "tickets": {"reserved": 2}, **gauges.values()}
     seen = {"role": "decode", "state": "ready", "transfer": transfer}
@@ -297,6 +300,26 @@ def test_reasons_lose_what_follows_the_colon() -> None:
     (name,) = {row.labels["reason"] for row in _of("kv_transfer_failures_total")}
     assert name == "peer_lost"
     assert [row.value for row in _of("kv_transfer_failures_total")] == [3]
+
+
+def test_what_the_hosted_vllm_says_of_itself_is_there_only_with_vllm() -> None:
+    statistics = worker_statistics()
+    told = VllmStatistics()
+    cache = SimpleNamespace(queries=640, hits=128)
+    step = SimpleNamespace(num_running_reqs=2, num_waiting_reqs=1, num_skipped_waiting_reqs=3)
+    step.kv_cache_usage, step.prefix_cache_stats = 0.5, cache
+    told.take(step)
+    told.take(step)
+    statistics["engine"]["vllm"] = told.values()
+    rows = {row.name: row.value for row in worker_rows(statistics, TransportDetector(lambda: 0), 1)}
+    assert rows["hosted_vllm_running_requests"] == 2
+    assert rows["hosted_vllm_waiting_requests"] == 4
+    assert rows["hosted_vllm_kv_cache_usage_ratio"] == 0.5
+    assert rows["hosted_vllm_prefix_cache_queries_total"] == 1280, "those of a step are its own"
+    assert rows["hosted_vllm_prefix_cache_hits_total"] == 256
+    del statistics["engine"]["vllm"]
+    rows = {row.name: row.value for row in worker_rows(statistics, TransportDetector(lambda: 0), 1)}
+    assert not any(name.startswith("hosted_vllm") for name in rows)
 
 
 def _of(name: str, detector: TransportDetector | None = None) -> list[MetricRow]:

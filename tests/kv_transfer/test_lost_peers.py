@@ -65,6 +65,7 @@ def stubborn():
     )
     service_._transport = Stubborn()
     card = msgspec.structs.replace(made.card, agent="P:0", transport="stubborn", compatibility=b"x")
+    service_.card = msgspec.structs.replace(card, agent="me")
     service_._handle_command(AddPeer("P", [card]))
     return service_, service_._transport, card, told
 

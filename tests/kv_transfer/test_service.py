@@ -150,6 +150,8 @@ def test_an_incompatible_peer_is_refused_and_counted(open_pair):
             "the refusal is counted",
         )
         assert worker.service.statistics()["sessions"] == 0
+        other = decode if worker is prefill else prefill
+        assert list(worker.service.statistics()["refused_peers"]) == [other.agent]
     before = bytes(decode.pool.view)
     ship(prefill, decode)
     assert [decode.next(), decode.next()] == [t.TransferFailed(X, "peer_lost"), t.BlocksFreed(X)]

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
+from diptych.engine.vllm.self_test import LIKELIEST_IDS, find_difference
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
@@ -42,6 +43,8 @@ WHOLE_S = 20.0  #: the pools are whole again within this
 #: blocks of 512 KiB, which travel in two pieces, and pools of 96: soon, a block is another's
 WIDE = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 POOL = {"engine": {"kv_mib": 48, "max_step_tokens": 128}}
+#: Of vLLM's answers so many may go another way than alone, as it rounds otherwise beside others.
+DIFFERING_SHARE = 0.1
 CHUNKS = 14  #: at least, of a long prompt: 900 tokens in steps of 128, two pieces each
 
 
@@ -83,7 +86,7 @@ class Bench:
         self.model = make(folder / "model", "llama", **WIDE)
         self._reference = Reference(self.model)
         self._fleets = itertools.count()
-        self.tokens = self.differing = 0  #: of answers that were compared; see `right`
+        self.answers = self.differing = 0  #: that were compared; see `mistake`
         self.expected = cache(self._alone)
 
     def _alone(self, index: int, most: int) -> list[f.Token]:
@@ -97,20 +100,28 @@ class Bench:
         validated = ClusterConfig.model_validate(config)
         return fleet_of(self.nursery, validated, self.model, folder, **count)
 
-    def right(self, request: Request, index: int, most: int) -> bool:
-        """Whether the answer is whole, and bit by bit what one engine alone gives.
+    def mistake(self, index: int, journal: list[f.Token], expected: list[f.Token]) -> str | None:
+        """What is wrong about an answer, or the beginning of one; None: nothing.
 
-        vLLM promises no bits: of it the tokens that differ are counted and told, and none may be
-        missing or too many.
+        It is right if it is, bit by bit, what one engine alone gives. vLLM promises no bits. With
+        it every token's likeliest ids must be those of an engine alone that has the same ids, up
+        to rounding; those answers are counted that go another way.
         """
-        journal, expected = request.answers[0].journal, self.expected(index, most)
+        self.answers += 1
         if not VLLM_PYTHON:
-            return request.finish_reason == "length" and journal == expected
-        self.tokens += len(expected)
-        same = [one.id == other.id for one, other in zip(journal, expected, strict=False)]
-        # Behind the first id that differs the answers are two texts.
-        self.differing += len(expected) - (same.index(False) if False in same else len(same))
-        return request.finish_reason == "length" and len(journal) == most
+            return None if journal == expected else f"{journal}, where {expected} is right"
+        if len(journal) != len(expected):
+            return f"{len(journal)} tokens, where {len(expected)} are right"
+        if [token.id for token in journal] == [token.id for token in expected]:
+            return find_difference(expected, journal)
+        self.differing += 1
+        return self._reference.find_difference(prompt(index), journal)
+
+    def whole_mistake(self, request: Request, index: int, most: int) -> str | None:
+        """What is wrong about an answer of `most` tokens that has ended; None: nothing."""
+        if request.finish_reason != "length":
+            return f"it ended with {request.finish_reason}"
+        return self.mistake(index, request.answers[0].journal, self.expected(index, most))
 
 
 #: prompts of long ones, enough that a pool has forgotten the first when the last has come
@@ -126,7 +137,7 @@ def prompt(index: int) -> list[int]:
 
 def sampling(index: int, most: int) -> f.Sampling:
     """Half of them greedy. Probabilities tell of a wrong number that changes no token."""
-    return f.Sampling(most, 0.9 if index % 2 else 0.0, seed=index, logprobs=1)
+    return f.Sampling(most, 0.9 if index % 2 else 0.0, seed=index, logprobs=LIKELIEST_IDS)
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +148,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[Be
     finally:
         bench.nursery.close()
         lines = list(bench.notes)
-        if bench.tokens:
-            lines.append(f"{bench.differing} of {bench.tokens} tokens differ from a calm run's")
+        if VLLM_PYTHON and bench.answers:
+            lines.append(f"{bench.differing} of {bench.answers} answers go another way than alone")
         if bench.rows:
             lines += [table(bench.rows), json.dumps([row.values() for row in bench.rows])]
         print_report(request, *lines)
+    # No wrong answer is among them (`mistake`), but one drawn by another seed could be.
+    assert bench.differing <= 1 + DIFFERING_SHARE * bench.answers
 
 
 def table(rows: list[Row]) -> str:
@@ -242,10 +255,10 @@ class Round:
     async def _ask(self, name: str, index: int, most: int, late: float) -> Request:
         await asyncio.sleep(late)
         request = await self.fleet.ask(name, prompt(index), sampling(index, most))
-        if not self.bench.right(request, index, most):
-            self.wrong.append(
-                f"{name}: prompt {index}, {request.attempt_count} attempts, {request.failures}"
-            )
+        mistake = self.bench.whole_mistake(request, index, most)
+        if mistake is not None:
+            attempts = f"{request.attempt_count} attempts, {request.failures}"
+            self.wrong.append(f"{name}: prompt {index}, {attempts}: {mistake}")
         return request
 
 
@@ -302,7 +315,8 @@ async def _wake(bench: Bench, fleet: Fleet, transport: str, number: int, seen: C
         name = name if trap_of(name) else f"{name}-{next(fleet.serial)}"
         fleet.pins[name] = prefill, decode
         request = await fleet.ask(name, prompt(index), sampling(index, LARGE_ANSWER))
-        assert bench.right(request, index, LARGE_ANSWER), (number, name, request.failures)
+        mistake = bench.whole_mistake(request, index, LARGE_ANSWER)
+        assert mistake is None, (number, name, request.failures, mistake)
 
     async def crowd() -> None:
         for index in CROWD[::2]:
@@ -364,7 +378,7 @@ STAGES = ("at once", "in mid-transfer", "after the first token", "while it decod
 Answers = Callable[[int], list[f.Token]]
 
 
-async def _leave(fleet: Fleet, expected: Answers, draw: random.Random) -> str:
+async def _leave(bench: Bench, fleet: Fleet, expected: Answers, draw: random.Random) -> str:
     """One client that leaves, or, one time in five, stays. What it had seen by then."""
     index = draw.choice(LEFT)
     stage = draw.choice((*STAGES, "stay"))
@@ -401,9 +415,8 @@ async def _leave(fleet: Fleet, expected: Answers, draw: random.Random) -> str:
     with suppress(TimeoutError):
         async with asyncio.timeout(patience.get(stage)):
             await read()
-    if not VLLM_PYTHON:  # whose bits depend on what is computed beside them; see `Bench.right`
-        seen = answer.journal, expected(index)[: len(answer.journal)]
-        assert seen[0] == seen[1], (request.id, request.failures)
+    mistake = bench.mistake(index, answer.journal, expected(index)[: len(answer.journal)])
+    assert mistake is None, (request.id, request.failures, mistake)
     if request.finish_reason:
         return "stayed"
     return {0: "no token", 1: "first token"}.get(len(answer.journal), "more tokens")
@@ -423,7 +436,7 @@ async def _leavers(bench: Bench, transport: str, ranks: int, count: int) -> Coun
 
         async def client() -> None:
             while seen.total() - seen["stayed"] < count:
-                seen[await _leave(fleet, expected, draw)] += 1
+                seen[await _leave(bench, fleet, expected, draw)] += 1
 
         await asyncio.gather(*(client() for _ in range(6)))
         await fleet.whole(WHOLE_S)

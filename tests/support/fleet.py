@@ -27,6 +27,7 @@ from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.engine_like import EngineLike
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence, SequenceOutput
+from diptych.engine.vllm.self_test import LIKELIEST_IDS, find_difference
 from diptych.protos import frames as f
 
 from .live import VLLM_PYTHON
@@ -254,6 +255,8 @@ async def fleet_of(
         if VLLM_PYTHON:
             kernels = [one["engine"]["kernels"] for one in (await fleet.everyone()).values()]
             assert all(name.startswith("vllm:") for name in kernels), kernels
+            limits = [card.step_ms for card in fleet.router.cards.values()]
+            assert not any(limits), "vLLM's steps have no limit of time"
         yield fleet
     finally:
         await fleet.close()
@@ -311,13 +314,31 @@ class Reference:
         self._serial = itertools.count()
 
     def answer(self, ids: list[int], sampling: f.Sampling) -> list[f.Token]:
+        return [output.token for output in self._outputs(ids, sampling) if output.token]
+
+    def find_difference(self, ids: list[int], answer: list[f.Token]) -> str | None:
+        """How what was told of an answer's tokens differs from what this engine thinks of them.
+
+        None if it differs by no more than rounding. The ids themselves are taken as they are, so
+        this also judges an answer that goes another way than this engine's own. Its tokens have
+        their `LIKELIEST_IDS`.
+        """
+        if not answer:
+            return None
+        text = list(ids) + [token.id for token in answer]
+        scoring = f.Sampling(1, prompt_logprobs=LIKELIEST_IDS)
+        scores: list[f.ScoredToken] = []
+        for output in self._outputs(text, scoring):
+            scores += output.prompt_logprobs
+        return find_difference(list(scores[len(ids) - 1 :]), answer)
+
+    def _outputs(self, ids: list[int], sampling: f.Sampling) -> list[SequenceOutput]:
+        """What becomes of a prompt, in the order of the steps."""
         seq = Sequence((f"r{next(self._serial)}", 0), list(ids), len(ids), sampling)
         self._engine.add(seq)
-        tokens: list[f.Token] = []
+        found: list[SequenceOutput] = []
         while True:
             outputs = self._engine.step()
-            tokens += [
-                one.token for one in outputs if isinstance(one, SequenceOutput) and one.token
-            ]
+            found += [output for output in outputs if isinstance(output, SequenceOutput)]
             if not outputs and self._engine.idle():
-                return tokens
+                return found

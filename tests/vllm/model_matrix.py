@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diptych.engine.errors import EngineError
@@ -153,7 +154,7 @@ def _sequence(name: str, cache_partition: bytes = b"") -> Sequence:
     )
 
 
-def alone_answers(folders: list[Path]) -> list[list[int] | str]:
+def alone_answers(folders: list[Path]) -> list[Any]:
     """Asks vLLM without Diptych, with steps of the same size; what it says if it fails is text."""
     sequences = RESERVE_SLOTS * LIMITS.max_running
     tasks = [

@@ -102,6 +102,7 @@ class Outcome:
     token_ids: dict[int, list[int]] = field(default_factory=dict)  #: By answer.
     finished: set[int] = field(default_factory=set)  #: Answers that are whole.
     failures: list[frames.AttemptFailed] = field(default_factory=list)
+    prompt_scores: list[frames.ScoredToken] = field(default_factory=list)
 
     @property
     def reasons(self) -> list[str]:
@@ -181,21 +182,28 @@ class Pair:
                     ids = outcome.token_ids.setdefault(tokens.answer_index, [])
                     assert len(ids) == tokens.offset, "a token is lost, or comes twice"
                     ids += [token.id for token in tokens.tokens]
+                    outcome.prompt_scores += tokens.prompt_logprobs
                     if tokens.finish_reason:
                         outcome.finished.add(tokens.answer_index)
 
     # ---- what a gateway does ---------------------------------------------------------------------
 
     def begin(
-        self, name: str, attempt: int, ids: list[int], *, at: tuple[str, ...] = (DECODE, PREFILL)
+        self,
+        name: str,
+        attempt: int,
+        ids: list[int],
+        *,
+        at: tuple[str, ...] = (DECODE, PREFILL),
+        sampling: frames.Sampling = GREEDY,
     ) -> Outcome:
         """Starts an attempt on the workers `at`; what is heard of it goes to the outcome."""
         key = (name, attempt)
         outcome = self.outcomes.setdefault(key, Outcome())
         if DECODE in at:
-            self.decode.submit(GATEWAY, frames.StartDecode(key, 1, list(ids), GREEDY, PREFILL))
+            self.decode.submit(GATEWAY, frames.StartDecode(key, 1, list(ids), sampling, PREFILL))
         if PREFILL in at:
-            self.prefill.submit(GATEWAY, frames.StartPrefill(key, 1, list(ids), GREEDY, DECODE))
+            self.prefill.submit(GATEWAY, frames.StartPrefill(key, 1, list(ids), sampling, DECODE))
         return outcome
 
     async def ask(self, ids: list[int]) -> list[int]:
@@ -205,11 +213,24 @@ class Pair:
         assert not outcome.failures, outcome
         return outcome.token_ids[0]
 
-    async def alone(self, ids: list[int]) -> list[int]:
-        """Returns the decode worker's own answer. It shares no cached block with the others."""
+    async def alone(
+        self, ids: list[int], partition: bytes = b"alone", prefix_holder: str | None = None
+    ) -> list[int]:
+        """Returns the decode worker's own answer. It shares no cached block with the others.
+
+        It does with another `partition`, where a prefix may come from `prefix_holder`.
+        """
         key = (f"alone {next(self._serial)}", 0)
         outcome = self.outcomes.setdefault(key, Outcome())
-        start = frames.StartDecode(key, 1, list(ids), GREEDY, None, cache_partition=b"alone")
+        start = frames.StartDecode(
+            key,
+            1,
+            list(ids),
+            GREEDY,
+            None,
+            prefix_holder=prefix_holder,
+            cache_partition=partition,
+        )
         self.decode.submit(GATEWAY, start)
         await self.until(lambda: bool(outcome.finished or outcome.failures))
         assert not outcome.failures, outcome

@@ -176,8 +176,15 @@ def test_a_preempted_answer_goes_on_with_the_same_ids(kit: EngineKit) -> None:
     for name, sequence in sequences.items():
         sequence.token_ids.append(first_ids[name][0])
         engine.commit(sequence)
-    outputs = run(engine)  # fails if a reservation is answered again
+    preempted: list[int] = []
+
+    def observe() -> None:
+        preempted.append(engine.observe().preempted_sequences)
+
+    outputs = run(engine, observe)  # fails if a reservation is answered again
     assert engine.statistics()["preemptions"] > 0, "both have fitted"
+    assert max(preempted) == 1, "the router does not hear that one waits"
+    assert preempted[-1] == 0
     for name in names:
         assert first_ids[name] + later_ids(outputs, name) == expected[name]
     assert_nothing_is_held(engine)
@@ -197,3 +204,40 @@ def test_what_does_not_fit_beside_pins_waits_or_is_refused(kit: EngineKit) -> No
     engine.release(("pinned", 0))
     assert len(answer(run(engine), "big")) == 2
     assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("stop_after_first", [True, False])
+def test_what_can_never_fit_is_refused_at_once(kit: EngineKit, stop_after_first: bool) -> None:
+    """vLLM itself would wait for blocks for ever."""
+    engine = kit.open(4)
+    length = 4 * kit.block_tokens
+    engine.add(kit.sequence("big", length=length, stop_after_first=stop_after_first))
+    engine.add(kit.sequence("small", Sampling(2), length=100, seed=1))
+    outputs = run(engine)
+    (refused,) = [output for output in outputs if output.error]
+    assert refused.attempt_key == ("big", 0)
+    assert refused.error and refused.error.startswith("no_capacity: 256 tokens")
+    assert "raise pools.*.engine.kv_mib" in refused.error
+    assert len(answer(outputs, "small")) == 2
+    assert reserve(engine, kit.sequence("big", length=length)) is None
+    assert_nothing_is_held(engine)
+
+
+def test_vllms_own_statistics_are_those_of_its_scheduler(kit: EngineKit) -> None:
+    engine = kit.open()
+    engine.add(kit.sequence("a"))
+    running: list[float] = []
+    usage: list[float] = []
+
+    def observe() -> None:
+        told = engine.statistics()["vllm"]
+        running.append(told["running_requests"])
+        usage.append(told["kv_cache_usage_ratio"])
+
+    run(engine, observe)
+    assert max(running) == 1 and 0 < max(usage) < 1
+    engine.add(kit.sequence("again"))
+    run(engine)
+    told = engine.statistics()["vllm"]
+    assert told["prefix_cache_queries_total"] == 2 * 200
+    assert told["prefix_cache_hits_total"] == 3 * kit.block_tokens

@@ -11,8 +11,9 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 ANSWER = "answer: "  #: What the line with a result begins with.
 TIMEOUT_S = 840
@@ -29,15 +30,19 @@ class AloneTask:
     step_tokens: int
     sequences: int
     kv_bytes: int
+    #: Answered after `prompt`, each alone; then the result is a list of answers.
+    further_prompts: list[list[int]] = field(default_factory=list)
 
 
-def answers_of(tasks: list[AloneTask], environment: dict[str, str]) -> list[list[int] | str]:
+def answers_of(
+    tasks: list[AloneTask], environment: dict[str, str], python: str = sys.executable
+) -> list[Any]:
     """Runs the tasks one after the other in one process.
 
     Returns the ids of each answer, or what vLLM said where it did not answer.
     """
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.vllm_alone"],
+        [python, "-m", "tests.vllm.vllm_alone"],
         input=json.dumps([asdict(task) for task in tasks]),
         capture_output=True,
         text=True,
@@ -54,7 +59,7 @@ def answers_of(tasks: list[AloneTask], environment: dict[str, str]) -> list[list
     return lines
 
 
-def answer_alone(task: AloneTask) -> list[int]:
+def answer_alone(task: AloneTask) -> list[int] | list[list[int]]:
     """Starts vLLM for one task, and ends it."""
     from vllm import LLM, SamplingParams
 
@@ -74,8 +79,11 @@ def answer_alone(task: AloneTask) -> list[int]:
     parameters = SamplingParams(
         temperature=0.0, max_tokens=task.answer_tokens, ignore_eos=True, detokenize=False
     )
-    (result,) = engine.generate({"prompt_token_ids": task.prompt}, parameters, use_tqdm=False)
-    return list(result.outputs[0].token_ids)
+    answers: list[list[int]] = []
+    for prompt in (task.prompt, *task.further_prompts):
+        (result,) = engine.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
+        answers.append(list(result.outputs[0].token_ids))
+    return answers if task.further_prompts else answers[0]
 
 
 def end_vllm() -> None:
@@ -87,7 +95,7 @@ def end_vllm() -> None:
 
 def main() -> None:
     for settings in json.loads(sys.stdin.read()):
-        answer: list[int] | str
+        answer: Any
         try:
             answer = answer_alone(AloneTask(**settings))
         except Exception as error:

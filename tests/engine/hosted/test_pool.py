@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diptych.engine.errors import UnsupportedModel
-from diptych.engine.vllm.pool import VllmPool, describe_format, pool_layout
+from diptych.engine.vllm.pool import VllmPool, describe_format, format_hash, pool_layout
+from diptych.kv_transfer import KVLayout
 
 BLOCKS, HEADS, TOKENS, HEAD_DIM, LAYERS = 5, 2, 64, 16, 3
 SHAPE = (BLOCKS, HEADS, TOKENS, 2 * HEAD_DIM)
@@ -44,9 +47,17 @@ def test_layers_with_a_gap_between_them_are_refused() -> None:
         pool_layout([layers[0], layers[2]], TOKENS)
 
 
-def test_the_block_size_is_part_of_what_peers_compare() -> None:
+def test_what_is_in_a_block_is_part_of_what_peers_compare() -> None:
     layout = pool_layout(layers_of_one_allocation(), TOKENS)
-    wide = pool_layout(layers_of_one_allocation(), TOKENS // 2 * 2)
-    assert describe_format(layout, ["0.32.0", "vec"]) == describe_format(wide, ["0.32.0", "vec"])
-    assert describe_format(layout, ["0.32.0", "vec"]) != describe_format(layout, ["0.32.0", "amx"])
-    assert b"|64" in describe_format(layout, [])
+    wide = replace(layout, block_tokens=2 * TOKENS)
+    attention = {"instruction set": "vec"}
+
+    def compared(layout: KVLayout = layout, **arguments: object) -> bytes:
+        return format_hash(layout, describe_format(layout, b"model", attention, arguments))
+
+    assert compared() == compared(load_format="auto"), "this one changes no number"
+    assert compared() != compared(wide)
+    assert compared() != compared(quantization="awq")
+    assert compared(quantization="awq", swap=1) == compared(swap=1, quantization="awq")
+    other = describe_format(layout, b"model", {"instruction set": "amx"}, {})
+    assert compared() != format_hash(layout, other)

@@ -67,6 +67,26 @@ def test_what_does_not_fit_is_refused_by_name(
             },
             "(?i)CPUs only",
         ),
+        (
+            {"engine.kind": "vllm", "engine.vllm": {"enforce_eager": False}},
+            "enforce_eager can only be true",
+        ),
+        *(
+            ({"engine.kind": "vllm", "engine.vllm": {name: 1}}, f"(?i)engine.vllm.{name} cannot")
+            for name in (
+                "distributed_executor_backend",
+                "worker_cls",
+                "scheduler_cls",
+                "kv_offloading_size",
+                "kv_offloading_backend",
+                "decode_context_parallel_size",
+                "max_loras",
+            )
+        ),
+        (
+            {"engine.kind": "vllm", "pools.decode.engine.itl_budget_ms": 20},
+            "pools.decode.engine.itl_budget_ms.* set pools.decode.engine.max_step_tokens",
+        ),
         ({"engine.kind": "sglang"}, "'diptych' or 'vllm'"),
     ],
 )

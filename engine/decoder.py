@@ -92,7 +92,7 @@ class Decoder:
         `rows` are int64 indices; None stands for all rows.
         """
         if rows is not None:
-            hidden = hidden[rows.to(hidden.device)]
+            hidden = hidden[self.ops.place_indices(rows)]
         return self.weights.head(hidden, norm=self.weights.norm).float()
 
     @torch.inference_mode()

@@ -42,7 +42,7 @@ from .spec import fingerprint, read_spec
 
 if TYPE_CHECKING:
     from .gpu.layer_events import DeviceEvent
-    from .gpu.pipeline import DecodePipeline
+    from .gpu.pipeline import DecodePipeline, PromptScores
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +140,8 @@ class Engine:
         self._pipeline: DecodePipeline | None = backend.make_pipeline(
             runner, self.scheduler, self._book_token, self.max_model_len
         )
+        if self._pipeline:
+            self._pipeline.grammars = self._grammars
 
         #: Behind the last work on blocks that was launched here, not by the pipeline, the pool's
         #: zeros at first; None once the device is known to have passed it.
@@ -503,13 +505,21 @@ class Engine:
         first = max(computed, sequence.prompt_logprobs_sent - 1)
         end = min(computed + count, sequence.prompt_tokens - 1)
         tokens: list[ScoredToken | SamplingFault] = []
+        pending: list[PromptScores] = []  # what a device works out; read behind the last launch
         # A few rows at a time: float32 logits of all rows would be gigabytes.
         for start in range(first, end, SCORED_ROWS):
             stop = min(start + SCORED_ROWS, end)
             rows = torch.arange(start, stop) + first_row - computed
             logits = self._model.logits(hidden, rows)
             next_ids = sequence.token_ids[start + 1 : stop + 1]
-            tokens += score_prompt(logits, next_ids, logprob_count, start + 1)
+            if self._pipeline and self._pipeline.can_score(logprob_count):
+                pending.append(
+                    self._pipeline.score(logits, next_ids, logprob_count, position=start + 1)
+                )
+            else:
+                tokens += score_prompt(logits, next_ids, logprob_count, start + 1)
+        for scores in pending:
+            tokens += scores.read()
         return tokens
 
     def _book(
@@ -539,11 +549,7 @@ class Engine:
         depth = 0  # how many drafts of each sequence were right so far
         while drawing:
             rows = [row + depth for _, row in drawing]
-            # Indexing copies the logits; the first round mostly needs all of them.
-            drawn_logits = logits if rows == list(range(len(logits))) else logits[rows]
-            tokens = sample_tokens(
-                drawn_logits, [sequence for sequence, _ in drawing], self._grammars
-            )
+            tokens = self._draw(logits, rows, [sequence for sequence, _ in drawing])
             continuing: list[tuple[Sequence, int]] = []
             for (sequence, row), token in zip(drawing, tokens, strict=True):
                 prompt_scores = () if depth else scored.get(sequence.attempt_key, ())
@@ -555,6 +561,16 @@ class Engine:
             drawing = continuing
             depth += 1
         return [output for output in outputs if output]
+
+    def _draw(
+        self, logits: torch.Tensor, rows: list[int], sequences: list[Sequence]
+    ) -> list[Token | SamplingFault]:
+        """Returns the next token of each sequence, from its row of `logits`."""
+        if self._pipeline and self._pipeline.can_draw(sequences):
+            return self._pipeline.draw(logits, rows, sequences)
+        # Indexing copies the logits; mostly all of them are needed.
+        drawn_logits = logits if rows == list(range(len(logits))) else logits[rows]
+        return sample_tokens(drawn_logits, sequences, self._grammars)
 
     def _draft_was_right(
         self, sequence: Sequence, depth: int, output: SequenceOutput | None

@@ -97,6 +97,10 @@ class Ops:
         """Return a step's ids (int64 [T]) and rows where they are computed with."""
         return token_ids, step
 
+    def place_indices(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return indices of rows where the rows are; the host waits for nothing."""
+        return rows
+
     def attend(
         self,
         queries: torch.Tensor,

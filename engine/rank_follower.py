@@ -26,6 +26,8 @@ from .rank_processes import (
     ComputeLogits,
     CopyBlock,
     DecodeStep,
+    DrawRows,
+    DrawStep,
     PrepareDecode,
     RankAssignment,
     RankMessage,
@@ -73,10 +75,11 @@ def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -
     """Computes what each message says, until the input ends.
 
     The ranks meet inside of the computations, to add up or join their parts. So rank 0 has every
-    result too, and this rank keeps only the KV in its pool, and the last hidden states, of which
-    logits may be asked.
+    result too. This rank keeps the KV in its pool, what sampling must know of the ids, and the last
+    hidden states and logits.
     """
     hidden = torch.empty(0)  # the last `ComputeHidden`'s: a `ComputeLogits` takes rows of it
+    logits = torch.empty(0)  # the last `ComputeLogits`'s: a `DrawRows` draws from them
     runner: DecodeRunner | None = None
     decoder = msgspec.msgpack.Decoder(RankMessage)
     for data in messages:
@@ -86,7 +89,7 @@ def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -
                 token_ids, rows = unpack(message, block_tokens)
                 hidden = model.decoder.hidden(token_ids, rows)
             case ComputeLogits(rows):
-                model.decoder.logits(hidden, torch.tensor(rows))
+                logits = model.decoder.logits(hidden, torch.tensor(rows))
             case CopyBlock(source, target):
                 model.kv.copy_block(source, target)
             case PrepareDecode(row_limit, max_model_len, decode_block_tokens):
@@ -96,6 +99,12 @@ def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -
             case DecodeStep():
                 assert runner, "no PrepareDecode came before it"
                 runner.follow(message)
+            case DrawStep():
+                assert runner, "no PrepareDecode came before it"
+                runner.follow_draw(message)
+            case DrawRows():
+                assert runner, "no PrepareDecode came before it"
+                runner.follow_rows(logits, message)
             case _:
                 assert_never(message)
 

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from .attention import RowSpan, StepRows
 from .collectives import COLLECTIVE_TIMEOUT, RankLost, leave_process_group
+from .gpu.slot_update import SlotUpdate
 from .options import EngineOptions
 
 START_S = 1800.0  #: for another rank to load its share: large weights may come by a slow network
@@ -80,11 +81,26 @@ class PrepareDecode(msgspec.Struct, frozen=True, tag=True):
 
 
 class DecodeStep(msgspec.Struct, frozen=True, tag=True):
-    """Decode on the device, which also draws the next ids."""
+    """Compute the layers of a decode step on the device. A `DrawStep` follows."""
 
-    inputs: bytes  #: the rows, as `gpu.plan.pack_rows` packs them
+    inputs: bytes  #: the rows, as `gpu.plan.pad_rows` pads them
     changed: list[int]  #: indices of the rows whose block tables are not what they were before
     tables: bytes  #: the block tables of these rows, int32 [changed, blocks]
+
+
+class DrawStep(msgspec.Struct, frozen=True, tag=True):
+    """Draw the next ids of the `DecodeStep` before it."""
+
+    width: int  #: rows, padding included
+    required_ids: bytes  #: int64 [rows], in place of those of the rows; empty: these are right
+    update: SlotUpdate
+
+
+class DrawRows(msgspec.Struct, frozen=True, tag=True):
+    """Draw ids from the logits that were computed last."""
+
+    inputs: bytes  #: the rows, int64 as `gpu.plan.RowField` says
+    update: SlotUpdate
 
 
 class CopyBlock(msgspec.Struct, frozen=True, tag=True):
@@ -95,7 +111,16 @@ class CopyBlock(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What rank 0 tells the others to do, together with it.
-RankMessage = AllocatePool | ComputeHidden | ComputeLogits | CopyBlock | PrepareDecode | DecodeStep
+RankMessage = (
+    AllocatePool
+    | ComputeHidden
+    | ComputeLogits
+    | CopyBlock
+    | PrepareDecode
+    | DecodeStep
+    | DrawStep
+    | DrawRows
+)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -47,14 +47,39 @@ ORDER_KEEPING = frozenset(
         *CUTTING,
     }
 )
+#: Parameters that a GPU's sampler honours (`gpu.slots`); a request with any other one is drawn for
+#: by the host.
+DEVICE_PARAMETERS = (ORDER_KEEPING - set(CUTTING)) | {
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "grammar",
+    "allowed_ids",
+    "thinking",
+}
 #: All other parameters, and their values where they change nothing. A parameter that is added to
 #: `Sampling` is one of these, so it is honoured for greedy rows and on a GPU too.
 ADJUSTING = tuple(name for name in Sampling.__struct_fields__ if name not in ORDER_KEEPING)
 _adjusting_values: ReadParameters = attrgetter(*ADJUSTING)
 _UNADJUSTED = _adjusting_values(Sampling(max_tokens=1))
 
-_cutting_values: ReadParameters = attrgetter(*CUTTING)
-_UNCUT = _cutting_values(Sampling(max_tokens=1))
+#: Parameters that are in no set above, as one that is added: no GPU honours them.
+UNKNOWN = tuple(name for name in Sampling.__struct_fields__ if name not in DEVICE_PARAMETERS)
+_NEUTRAL = Sampling(max_tokens=1)
+_UNKNOWN_NEUTRAL = tuple(getattr(_NEUTRAL, name) for name in UNKNOWN)
+
+
+def _unknown_values(sampling: Sampling) -> tuple[object, ...]:
+    """Return the values of the parameters that no GPU honours."""
+    return tuple(getattr(sampling, name) for name in UNKNOWN)
+
+
+#: Why a row's penalized logits give no token.
+OVERFLOW = "repetition_penalty: logits overflow, use a larger one"
 
 #: So many rows of a prompt have their logits in memory at once, when their logprobs are wanted: of
 #: a vocabulary of 150,000 ids these are 38 MB, and all rows of a step would be gigabytes.
@@ -89,6 +114,9 @@ class SamplerState:
 
     #: Follows the answer's thinking; None if that is not bounded.
     thinking: ThinkingWatch | None = None
+
+    #: What a GPU is told of the sequence (`gpu.slots.SequenceFields`); None until it is asked.
+    device_fields: Any = None
 
 
 def gumbel_noise(seed: int, position: int, vocab: int, token_ids: np.ndarray | slice) -> np.ndarray:
@@ -139,7 +167,7 @@ def sample_tokens(
             continue
         sampling = sequence.sampling
         if token_id is None:
-            results.append(SamplingFault(f"no token is possible at position {position}"))
+            results.append(no_token_fault(position))
         elif sampling.logprobs is None:
             results.append(Token(token_id))
         elif sampling.logprob_ids:
@@ -164,6 +192,11 @@ def score_prompt(
         fault = find_damage(peak, position + index)
         results.append(fault or _with_rank(row, token_id, count))
     return results
+
+
+def no_token_fault(position: int) -> SamplingFault:
+    """Return the fault of a row of which every id is forbidden."""
+    return SamplingFault(f"no token is possible at position {position}")
 
 
 def find_damage(peak: float, position: int) -> SamplingFault | None:
@@ -195,9 +228,9 @@ def keeps_logits(sequence: Sequence) -> bool:
     )
 
 
-def needs_no_sort(sampling: Sampling) -> bool:
-    """Return whether the next token can be found without the order of the logits below it."""
-    return sampling.temperature == 0 or _cutting_values(sampling) == _UNCUT
+def is_device_drawable(sampling: Sampling) -> bool:
+    """Return whether a GPU's sampler knows every parameter that has an effect here."""
+    return _unknown_values(sampling) == _UNKNOWN_NEUTRAL
 
 
 def _choose(row: np.ndarray, sequence: Sequence, grammars: GrammarCompiler | None) -> int | None:
@@ -206,23 +239,31 @@ def _choose(row: np.ndarray, sequence: Sequence, grammars: GrammarCompiler | Non
     Raises InvalidRequest where the parameters or the grammar cannot go on.
     """
     sampling = sequence.sampling
-    state = _current_state(sequence, grammars)
+    state = current_state(sequence, grammars)
     row = _adjusted_logits(row, sequence, state)
     token_id = int(row.argmax())
     if row[token_id] == -np.inf:  # the largest is, so all are: every id is forbidden
         return None
     if not np.isfinite(row[token_id]):
-        raise InvalidRequest("repetition_penalty: logits overflow, use a larger one")
+        raise InvalidRequest(OVERFLOW)
     if sampling.temperature != 0:
         scaled = row.astype(np.float64) / sampling.temperature
         token_id = _draw(scaled, sampling, len(sequence.token_ids))
-    if state.matcher and token_id not in sampling.stop_ids:
-        state.matcher.consume([token_id])
-        sequence.grammar_complete = state.matcher.complete
+    consume_choice(sequence, state, token_id)
     return token_id
 
 
-def _current_state(sequence: Sequence, grammars: GrammarCompiler | None) -> SamplerState:
+def consume_choice(sequence: Sequence, state: SamplerState, token_id: int) -> None:
+    """Advance the sequence's grammar, if it has one, by the id that was chosen.
+
+    Raises InvalidRequest where the grammar cannot go on.
+    """
+    if state.matcher and token_id not in sequence.sampling.stop_ids:
+        state.matcher.consume([token_id])
+        sequence.grammar_complete = state.matcher.complete
+
+
+def current_state(sequence: Sequence, grammars: GrammarCompiler | None) -> SamplerState:
     """Return the sequence's state, whose matcher has consumed every generated id.
 
     Raises InvalidRequest where the grammar cannot be used, or does not fit the ids.
@@ -260,7 +301,7 @@ def _adjusted_logits(row: np.ndarray, sequence: Sequence, state: SamplerState) -
     """Return a copy of the row with penalties, bias and masks; an id at -inf must not come."""
     sampling = sequence.sampling
     # no bias, penalty or mask may keep the closing tag of thinking from coming
-    required_id = _required_id(sequence, state)
+    required_id = find_required_id(sequence, state)
     if required_id is not None and 0 <= required_id < len(row):
         required_row = np.full_like(row, -np.inf)
         required_row[required_id] = 0
@@ -268,9 +309,8 @@ def _adjusted_logits(row: np.ndarray, sequence: Sequence, state: SamplerState) -
     row = row.copy()
     if sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty:
         _apply_penalties(row, sequence, state)
+    check_biased_ids(sampling, len(row))
     for token_id, bias in sampling.logit_bias:
-        if not 0 <= token_id < len(row):
-            raise InvalidRequest(f"logit_bias: {token_id} is none of the model's {len(row)} ids")
         row[token_id] += np.float32(bias)
     if sampling.allowed_ids:
         row = _only(row, sampling.allowed_ids)
@@ -281,7 +321,7 @@ def _adjusted_logits(row: np.ndarray, sequence: Sequence, state: SamplerState) -
     return row
 
 
-def _required_id(sequence: Sequence, state: SamplerState) -> int | None:
+def find_required_id(sequence: Sequence, state: SamplerState) -> int | None:
     """Return the id that must come, as the budget of thinking is spent; None if any may."""
     if sequence.sampling.thinking is None:
         return None
@@ -295,12 +335,30 @@ def _only(row: np.ndarray, allowed_ids: tuple[int, ...]) -> np.ndarray:
 
     Raises InvalidRequest if one of them is not an id of the model.
     """
-    if not all(0 <= token_id < len(row) for token_id in allowed_ids):
-        raise InvalidRequest(f"allowed_token_ids: the model has {len(row)} ids, and one is none")
+    check_allowed_ids(allowed_ids, len(row))
     allowed_row = np.full_like(row, -np.inf)
     indices = np.array(allowed_ids, np.int64)
     allowed_row[indices] = row[indices]
     return allowed_row
+
+
+def check_biased_ids(sampling: Sampling, vocab: int) -> None:
+    """Raise InvalidRequest if an id of `logit_bias` is none of the model's."""
+    for token_id, _ in sampling.logit_bias:
+        if not 0 <= token_id < vocab:
+            raise InvalidRequest(f"logit_bias: {token_id} is none of the model's {vocab} ids")
+
+
+def check_allowed_ids(allowed_ids: tuple[int, ...], vocab: int) -> None:
+    """Raise InvalidRequest if one of `allowed_ids` is none of the model's."""
+    if not all(0 <= token_id < vocab for token_id in allowed_ids):
+        raise InvalidRequest(f"allowed_token_ids: the model has {vocab} ids, and one is none")
+
+
+def check_asked_ids(asked_ids: tuple[int, ...], vocab: int) -> None:
+    """Raise InvalidRequest if one of `logprob_ids` is none of the model's."""
+    if not all(0 <= asked_id < vocab for asked_id in asked_ids):
+        raise InvalidRequest(f"logprob_token_ids: the model has {vocab} ids, and one is none")
 
 
 def _apply_penalties(row: np.ndarray, sequence: Sequence, state: SamplerState) -> None:
@@ -381,8 +439,10 @@ def _with_logprobs_of(
     row: np.ndarray, token_id: int, asked_ids: tuple[int, ...]
 ) -> Token | SamplingFault:
     """Return the token with its logprob and those of the ids that were asked for and its own."""
-    if not all(0 <= asked_id < len(row) for asked_id in asked_ids):
-        return SamplingFault(f"logprob_token_ids: the model has {len(row)} ids, and one is none")
+    try:
+        check_asked_ids(asked_ids, len(row))
+    except InvalidRequest as error:
+        return SamplingFault(str(error))
     top_ids = np.unique(np.array([*asked_ids, token_id], np.int64))
     return _token_of(_logprobs_of(row), token_id, top_ids)
 

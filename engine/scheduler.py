@@ -607,6 +607,10 @@ class Scheduler:
         """Appends a sampled token and moves the sequence on; returns its finish reason."""
         sequence.token_ids.append(token)
         finish_reason = sequence.finish_reason()
+        if sequence.queue is self.running:  # most are, so this costs no look-up
+            if finish_reason:
+                self.end(sequence)
+            return finish_reason
         if sequence.name not in self.live:
             return finish_reason  # a further answer on a prefill worker: decode begins elsewhere
         prefilling = sequence.queue is self.prefilling

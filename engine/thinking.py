@@ -42,6 +42,17 @@ class ThinkingWatch:
             return None
         return self._budget.end_id
 
+    def may_require_next(self, token_ids: list[int], prompt_tokens: int = 0) -> bool:
+        """Return whether `required_id` could name an id behind one more id than `token_ids`."""
+        if self.required_id(token_ids, prompt_tokens) is not None:
+            return True
+        if self._has_ended:
+            return False
+        if self._is_thinking:
+            return self._thinking_tokens + 1 >= self._budget.tokens
+        # the unknown id may begin the thinking, of which there are no tokens then
+        return self._budget.tokens == 0 and self._counted_tokens < OPENING_TOKENS
+
     def _count(self, token_id: int) -> None:
         self._counted_tokens += 1
         if self._has_ended:

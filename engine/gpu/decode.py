@@ -1,23 +1,29 @@
 """Steps of pure decode on the device: from the last ids to the next ones without the host.
 
-A step is one launch over rows padded to a bucket: layers, logits and sampling, as a CUDA graph
-where the device has these. Ids may come from the step before it, which the host has not read yet.
-Block tables live on the device; a step sends what is new in them, and one small array.
+A step is two launches over rows padded to a bucket: layers and logits, then sampling; each is a CUDA
+graph where the device has these. Ids may come from the step before it, which the host has not read
+yet. Block tables live on the device, and so does what sampling must know of a sequence's ids
+(`slots.py`). A step sends what is new in them, and one small array.
+
+Sampling is launched at once, unless what may come depends on an id that the host has not read: then
+the host reads that id while the device computes the layers.
 
 Life of a runner: `capture` makes the graphs, once. Then each `launch` starts a step, and `read` of
-what it returned waits for that step. On ranks above 0 `follow` starts the same step.
+what it returned waits for that step. `draw_rows` samples from the logits of a step with prefill. On
+ranks above 0 `follow`, `follow_draw` and `follow_rows` start the same.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from ..decoder import Decoder
-from ..rank_processes import DecodeStep, RankProcesses
+from ..rank_processes import DecodeStep, DrawRows, DrawStep, RankProcesses
+from .drawn import DrawnRows
 from .layer_events import DeviceEvent
 from .ops import DeviceStepRows, GpuOps
 from .plan import (
@@ -25,47 +31,43 @@ from .plan import (
     PADDING_POSITION,
     ROW_FIELDS,
     BlockTables,
-    DecodeRow,
+    DecodeRows,
+    RowField,
     bucket_size,
     bucket_sizes,
-    pack_rows,
+    pad_rows,
 )
-from .sampling import pick_tokens
-from .varlen import Varlen
+from .sampling import SampledRows, SlotBuffers, count_ids, rank_required, sample_rows
+from .slot_update import SlotUpdate
+from .slots import SlotTable
+from .varlen import Varlen, copy_to_device, send_together
 
 #: Seconds between two looks at a step of several ranks. The device is a step ahead meanwhile.
 POLL_S = 1e-4
 
 
-class LaunchedStep:
-    """A step under way."""
+class PendingRows:
+    """Rows that the device samples; the host's buffers have them when `done` has passed."""
 
     def __init__(
         self,
         row_count: int,
-        token_ids: torch.Tensor,
-        peaks: torch.Tensor,
+        host: SampledRows,
         done: DeviceEvent | None,
         ranks: RankProcesses | None = None,
     ) -> None:
-        """`token_ids` and `peaks` are the host's buffers that the device writes before `done`.
-
-        The first `row_count` entries are the step's; the others are padding. `ranks` are watched
-        while the step runs, if there are others.
-        """
+        """`done` is recorded here. `ranks` are watched while the step runs, if there are others."""
         self._row_count = row_count
-        self._token_ids = token_ids
-        self._peaks = peaks
+        self._host = host
         self._done = done
         self._ranks = ranks
         if done:
             done.record()
 
-    def read(self) -> tuple[list[int], list[float]]:
-        """Wait for the step; return the next id of each row, and its largest logit.
+    def read(self) -> DrawnRows:
+        """Wait for the rows; return them. Raises RankLost.
 
-        Where that logit is no finite number the row is damaged, and its id means nothing. Raises
-        RankLost.
+        The arrays are the host's buffers, which the next step but one overwrites.
         """
         if self._done and self._ranks:
             started_at = time.monotonic()
@@ -74,27 +76,48 @@ class LaunchedStep:
                 time.sleep(POLL_S)
         elif self._done:
             self._done.synchronize()
-        token_ids = self._token_ids[: self._row_count].tolist()
-        return token_ids, self._peaks[: self._row_count].tolist()
+        host = self._host
+        rows = slice(self._row_count)
+        return DrawnRows(
+            token_ids=host.token_ids[rows].tolist(),
+            peaks=host.peaks[rows].numpy(),
+            tops=host.tops[rows].numpy(),
+            logprobs=host.logprobs[rows].numpy(),
+            top_ids=host.top_ids[rows].numpy(),
+            top_logprobs=host.top_logprobs[rows].numpy(),
+        )
 
 
-class _StepBuffers:
-    """What the host and the device exchange in one step; the device's, or a copy on the host.
+class LaunchedStep:
+    """A decode step whose layers are under way."""
 
-    With `pinned` the copy on the host lies in pages that stay in memory, so that the device copies
-    to and from them while the host goes on.
-    """
+    def __init__(self, runner: DecodeRunner, rows: DecodeRows, host: _HostBuffers) -> None:
+        self._runner = runner
+        self._rows = rows
+        self._host = host
+        self._pending: PendingRows | None = None
 
-    def __init__(
-        self, rows: int, blocks: int, *, device: torch.device, pinned: bool = False
-    ) -> None:
+    def draw(self, update: SlotUpdate, required_ids: np.ndarray | None = None) -> None:
+        """Launch the sampling. `required_ids`, if given, stand in for those of the rows."""
+        self._pending = self._runner.draw(self._rows, self._host, update, required_ids)
+
+    def read(self) -> DrawnRows:
+        """Wait for the step, whose sampling is launched; return what it drew. Raises RankLost."""
+        assert self._pending, "its sampling is not launched"
+        return self._pending.read()
+
+
+class _HostBuffers:
+    """The host's copy of what a step exchanges, in pages that stay in memory where `pinned`."""
+
+    def __init__(self, rows: int, blocks: int, pinned: bool) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pinned)
+            return torch.zeros(*shape, dtype=dtype, pin_memory=pinned)
 
-        self.packed_rows = zeros(ROW_FIELDS * rows, dtype=torch.int64)  #: `plan.pack_rows`, flat.
+        self.packed_rows = zeros(ROW_FIELDS * rows, dtype=torch.int64)  #: Flat.
         self.block_table = zeros(rows, blocks, dtype=torch.int32)
-        self.token_ids = zeros(rows, dtype=torch.int64)
-        self.peaks = zeros(rows, dtype=torch.float32)
+        self.required_ids = zeros(rows, dtype=torch.int64)
+        self.sampled = SampledRows.allocate(rows, torch.device("cpu"), pinned)
 
 
 class DecodeRunner:
@@ -102,7 +125,7 @@ class DecodeRunner:
 
     At most two steps are under way: `launch` the second before `read` of the first, not a third,
     because the steps use two sets of host buffers in turn. `ranks` are sent what each step is; the
-    other ones `follow`. `decoder` and `ops` are the model on this device, `block_tokens` the tokens
+    other ones follow. `decoder` and `ops` are the model on this device, `block_tokens` the tokens
     of a KV block.
     """
 
@@ -125,36 +148,88 @@ class DecodeRunner:
 
         #: True: steps are CUDA graphs.
         self.graphs = on_gpu and ops.attention.graphs
-        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+        self._layer_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._sample_graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        #: What each bucket's graph of layers writes and its graph of sampling reads.
+        self._graph_logits: dict[int, torch.Tensor] = {}
 
         rows = bucket_size(row_limit)
         blocks = -(-max_len // block_tokens)
         self._tables = BlockTables(np.zeros((rows, blocks), np.int32), [[]] * rows, [0] * rows)
+        vocab = decoder.spec.vocab
+        self.slot_table = SlotTable(rows, vocab)  #: What sampling is told of the sequences.
 
-        #: What a step reads and writes. A graph needs the tensors to stay at their place.
-        self._buffers = _StepBuffers(rows, blocks, device=self.device)
+        # What a step reads and writes. A graph needs the tensors to stay at their place.
+        self._packed_rows = torch.zeros(ROW_FIELDS * rows, dtype=torch.int64, device=self.device)
+        self._block_table = torch.zeros(rows, blocks, dtype=torch.int32, device=self.device)
+        self._slots = SlotBuffers.allocate(rows, vocab, self.device)
+        self._sampled = SampledRows.allocate(rows, self.device)
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        self._logits: torch.Tensor | None = None  #: Of the step whose sampling comes next.
 
         #: The host's copies of these, for two steps in turn.
-        self._host_buffers = [
-            _StepBuffers(rows, blocks, device=torch.device("cpu"), pinned=on_gpu) for _ in range(2)
-        ]
+        self._host_buffers = [_HostBuffers(rows, blocks, pinned=on_gpu) for _ in range(2)]
         self._turn = 0  #: Which of the host's buffers the last step uses.
 
-    def launch(self, rows: Sequence[DecodeRow]) -> LaunchedStep:
-        """Start a step; does not wait for it, nor for the one before it. Raises RankLost."""
+    def launch(self, rows: DecodeRows, *, draw: bool = True) -> LaunchedStep:
+        """Start a step; does not wait for it, nor for the one before it. Raises RankLost.
+
+        Without `draw` its sampling is not launched: `LaunchedStep.draw` does that, before the next
+        step is launched.
+        """
         width = bucket_size(len(rows))
-        packed = pack_rows(rows, width)
-        changed = self._tables.update(rows)
+        packed = pad_rows(rows.packed, width)
+        changed = self._tables.update(rows.blocks)
         if self._ranks:
             tables = self._tables.device_tables[changed].tobytes()
             self._ranks.broadcast(DecodeStep(packed.tobytes(), changed, tables))
         self._start(packed, changed)
-        host = self._host_buffers[self._turn]
-        host.token_ids[:width].copy_(self._buffers.token_ids[:width], non_blocking=True)
-        host.peaks[:width].copy_(self._buffers.peaks[:width], non_blocking=True)
-        done = torch.cuda.Event() if self.device.type == "cuda" else None
-        return LaunchedStep(len(rows), host.token_ids, host.peaks, done=done, ranks=self._ranks)
+        step = LaunchedStep(self, rows, self._host_buffers[self._turn])
+        if draw:
+            step.draw(self.slot_table.take_update())
+        return step
+
+    def draw(
+        self,
+        rows: DecodeRows,
+        host: _HostBuffers,
+        update: SlotUpdate,
+        required_ids: np.ndarray | None,
+    ) -> PendingRows:
+        """Launch the sampling of the step that was launched last. Raises RankLost."""
+        width = bucket_size(len(rows))
+        required = b"" if required_ids is None else required_ids.tobytes()
+        if self._ranks:
+            self._ranks.broadcast(DrawStep(width, required, update))
+        self._start_draw(width, required, update, host)
+        self._sampled.send(host.sampled, len(rows), logprobs=rows.wants_logprobs)
+        return PendingRows(len(rows), host.sampled, self._make_event(), self._ranks)
+
+    def draw_rows(self, logits: torch.Tensor, rows: DecodeRows, update: SlotUpdate) -> PendingRows:
+        """Launch the sampling of rows of any logits, [any, vocab]. Raises RankLost.
+
+        No step is under way. On other ranks these are the logits that were computed last.
+        """
+        if self._ranks:
+            self._ranks.broadcast(DrawRows(rows.packed.tobytes(), update))
+        self._sample_packed(logits, rows.packed, update)
+        self._turn = 1 - self._turn
+        host = self._host_buffers[self._turn].sampled
+        self._sampled.send(host, len(rows), logprobs=rows.wants_logprobs)
+        return PendingRows(len(rows), host, self._make_event(), self._ranks)
+
+    def score_rows(self, logits: torch.Tensor, rows: DecodeRows) -> PendingScores:
+        """Launch the scoring of the rows' required ids, by logits [rows, vocab]; rank 0 alone."""
+        packed = copy_to_device(torch.from_numpy(rows.packed), self.device)
+        scored = SampledRows.allocate(len(rows), self.device)
+        sample_rows(logits, packed, self._slots, scored)
+        ranks = rank_required(logits, packed)
+        pinned = self.device.type == "cuda"
+        host = SampledRows.allocate(len(rows), torch.device("cpu"), pinned)
+        scored.send(host, len(rows), logprobs=True)
+        host_ranks = torch.empty(len(rows), dtype=torch.int64, pin_memory=pinned)
+        host_ranks.copy_(ranks, non_blocking=True)
+        return PendingScores(PendingRows(len(rows), host, self._make_event()), host_ranks)
 
     def follow(self, step: DecodeStep) -> None:
         """Start this rank's part of a step of rank 0.
@@ -167,57 +242,132 @@ class DecodeRunner:
         packed = np.frombuffer(step.inputs, np.int64).reshape(ROW_FIELDS, -1)
         self._start(packed, step.changed)
 
+    def follow_draw(self, step: DrawStep) -> None:
+        """Sample as rank 0 does, from the logits that all ranks joined."""
+        host = self._host_buffers[self._turn]
+        self._start_draw(step.width, step.required_ids, step.update, host)
+
+    def follow_rows(self, logits: torch.Tensor, step: DrawRows) -> None:
+        """Sample from the logits that all ranks joined last, so that counts are the same on all."""
+        packed = np.frombuffer(step.inputs, np.int64).reshape(ROW_FIELDS, -1)
+        self._sample_packed(logits, packed, step.update)
+
+    def _sample_packed(self, logits: torch.Tensor, packed: np.ndarray, update: SlotUpdate) -> None:
+        """Launch the sampling of packed rows of any logits."""
+        self._apply(update)
+        on_device = copy_to_device(torch.from_numpy(packed.copy()), self.device)
+        sample_rows(logits, on_device, self._slots, self._sampled)
+
+    def _make_event(self) -> DeviceEvent | None:
+        return torch.cuda.Event() if self.device.type == "cuda" else None
+
     def _start(self, packed: np.ndarray, changed: list[int]) -> None:
-        """Send the packed rows and the changed tables to the device, and launch the step."""
+        """Send the packed rows and the changed tables to the device, and launch the layers."""
         self._turn = 1 - self._turn
         host = self._host_buffers[self._turn]
-        host.packed_rows[: packed.size] = torch.from_numpy(packed.copy()).flatten()
-        self._buffers.packed_rows[: packed.size].copy_(
-            host.packed_rows[: packed.size], non_blocking=True
-        )
+        host.packed_rows[: packed.size].numpy()[:] = packed.reshape(-1)
+        self._packed_rows[: packed.size].copy_(host.packed_rows[: packed.size], non_blocking=True)
         if changed:
             # one copy of all rows between the first change and the last
             part = slice(changed[0], changed[-1] + 1)
             host.block_table[part] = torch.from_numpy(self._tables.device_tables[part])
-            self._buffers.block_table[part].copy_(host.block_table[part], non_blocking=True)
+            self._block_table[part].copy_(host.block_table[part], non_blocking=True)
         width = packed.shape[1]
-        graph = self._captured.get(width) if self.graphs else None
+        graph = self._layer_graphs.get(width) if self.graphs else None
         if graph is None:
-            self._forward(width)
+            self._logits = self._compute_logits(width)
         else:
             graph.replay()
+
+    def _start_draw(
+        self, width: int, required: bytes, update: SlotUpdate, host: _HostBuffers
+    ) -> None:
+        """Send what is new for the sampling, and launch it."""
+        self._apply(update)
+        if required:
+            ids = np.frombuffer(required, np.int64)
+            host.required_ids[: len(ids)].numpy()[:] = ids
+            fields = self._packed_rows[: ROW_FIELDS * width].view(ROW_FIELDS, width)
+            on_device = fields[RowField.REQUIRED, : len(ids)]
+            on_device.copy_(host.required_ids[: len(ids)], non_blocking=True)
+        graph = self._sample_graphs.get(width) if self.graphs else None
+        if graph is None:
+            assert self._logits is not None
+            self._sample(width, self._logits)
+            self._logits = None
+        else:
+            graph.replay()
+
+    def _apply(self, update: SlotUpdate) -> None:
+        """Send an update of the slots to the device: one copy for all of it."""
+        if not update:
+            return
+        arrays = [
+            np.array(update.cleared, np.int32),
+            np.frombuffer(update.triples, np.int32),
+            np.array(update.listed, np.int32),
+            np.frombuffer(update.list_ids, np.int32),
+            np.frombuffer(update.list_values, np.int32),
+            np.array(update.masked, np.int32),
+            np.frombuffer(update.masks, np.int32),
+        ]
+        tensors = [torch.from_numpy(array.copy()) for array in arrays]
+        cleared, triples, listed, list_ids, list_values, masked, masks = send_together(
+            tensors, self.device
+        )
+        slots = self._slots
+        if len(cleared):
+            slots.counts.index_fill_(0, cleared.long(), 0)
+        if len(triples):
+            count_ids(slots.counts, triples.view(-1, 3))
+        if len(listed):
+            shape = len(listed), -1
+            slots.list_ids.index_copy_(0, listed.long(), list_ids.view(shape))
+            values = list_values.view(torch.float32).view(shape)
+            slots.list_values.index_copy_(0, listed.long(), values)
+        if len(masked):
+            slots.masks.index_copy_(0, masked.long(), masks.view(len(masked), -1))
 
     def capture(self) -> None:
         """Make the graphs of all buckets, where the device has graphs. Before the first step."""
         # all rows are padding: nothing is read, block 0 is written
-        self._buffers.packed_rows.fill_(PADDING_POSITION)
+        self._packed_rows.fill_(PADDING_POSITION)
         if not self.graphs:
             return
         # One stream for all: what is freed on a stream is used again on that stream alone.
         stream = torch.cuda.Stream()
         for width in bucket_sizes(self.row_limit):
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._forward(width)  # compiles kernels, makes workspaces
+            with torch.cuda.stream(stream):  # compiles kernels, makes workspaces
+                self._sample(width, self._compute_logits(width))
             torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            shared_pool = next(iter(self._captured.values())).pool() if self._captured else None
+            layers, sampling = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            graphs = self._layer_graphs
+            shared_pool = next(iter(graphs.values())).pool() if graphs else None
             # other threads of this process may use CUDA meanwhile: NCCL's, a transfer's
-            with torch.cuda.graph(
-                graph, pool=shared_pool, stream=stream, capture_error_mode="thread_local"
-            ):
-                self._forward(width)
-            self._captured[width] = graph
+            capture = partial(torch.cuda.graph, stream=stream, capture_error_mode="thread_local")
+            with capture(layers, pool=shared_pool):
+                self._graph_logits[width] = self._compute_logits(width)
+            with capture(sampling, pool=layers.pool()):
+                self._sample(width, self._graph_logits[width])
+            self._layer_graphs[width] = layers
+            self._sample_graphs[width] = sampling
 
     @torch.inference_mode()
-    def _forward(self, width: int) -> None:
-        """Compute the step that the buffers describe; its ids and peaks go to the buffers too."""
-        fields = self._buffers.packed_rows[: ROW_FIELDS * width].view(ROW_FIELDS, width)
-        source, position, seeds, draws, temperature_bits = fields
+    def _sample(self, width: int, logits: torch.Tensor) -> None:
+        """Draw the ids of the step that the buffers describe, from its logits."""
+        fields = self._packed_rows[: ROW_FIELDS * width].view(ROW_FIELDS, width)
+        sample_rows(logits, fields, self._slots, self._sampled)
+
+    @torch.inference_mode()
+    def _compute_logits(self, width: int) -> torch.Tensor:
+        """Return the logits of the step that the buffers describe, float32 [width, vocab]."""
+        fields = self._packed_rows[: ROW_FIELDS * width].view(ROW_FIELDS, width)
+        source, position = fields[RowField.SOURCE], fields[RowField.POSITION]
         is_row = position >= 0  # else padding
         positions = position.clamp(min=0)
-        table = self._buffers.block_table[:width]
-        ids_of_step_before = self._buffers.token_ids[(-1 - source).clamp(min=0)]
+        table = self._block_table[:width]
+        ids_of_step_before = self._sampled.token_ids[(-1 - source).clamp(min=0)]
         token_ids = torch.where(source >= 0, source, ids_of_step_before)
         # A row of NaN, such as padding may be, has an id of no token: reading its embedding would
         # end the process's use of the GPU before the host hears of the damage.
@@ -242,8 +392,18 @@ class DecodeRunner:
             spans=[],
             varlen=[varlen],
         )
-        logits = self.decoder.logits(self.decoder.hidden(token_ids, step))
-        temperatures = temperature_bits.view(torch.float64)
-        picked, peaks = pick_tokens(logits, seeds, draws, temperatures)
-        self._buffers.token_ids[:width].copy_(picked)
-        self._buffers.peaks[:width].copy_(peaks)
+        return self.decoder.logits(self.decoder.hidden(token_ids, step))
+
+
+class PendingScores:
+    """Scores of prompt ids that the device works out."""
+
+    def __init__(self, rows: PendingRows, ranks: torch.Tensor) -> None:
+        """`ranks` are the host's buffer, which is written before the rows are done."""
+        self._rows = rows
+        self._ranks = ranks
+
+    def read(self) -> tuple[DrawnRows, list[int]]:
+        """Wait for the scores; return them with the ids' ranks."""
+        rows = self._rows.read()
+        return rows, self._ranks.tolist()

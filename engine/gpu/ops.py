@@ -30,7 +30,7 @@ from .experts import GroupedExperts
 from .fp8 import Fp8Linear
 from .matmul import matmul
 from .paged import PagedAttention
-from .varlen import Varlen, copy_to_device, split_by_phase
+from .varlen import Varlen, copy_to_device, send_together, split_by_phase
 
 
 @dataclass
@@ -149,14 +149,24 @@ class GpuOps(Ops):
     def place(self, token_ids: torch.Tensor, step: StepRows) -> tuple[torch.Tensor, StepRows]:
         if isinstance(step, DeviceStepRows):
             return token_ids, step
+        runs = split_by_phase(step.spans)
+        host = [token_ids, step.positions, step.slot_blocks, step.slot_offsets]
+        for run in runs:
+            host += run.tensors
+        token_ids, positions, slot_blocks, slot_offsets, *rest = send_together(host, self.device)
         device_step = DeviceStepRows(
-            positions=copy_to_device(step.positions, self.device),
-            slot_blocks=copy_to_device(step.slot_blocks, self.device),
-            slot_offsets=copy_to_device(step.slot_offsets, self.device),
+            positions=positions,
+            slot_blocks=slot_blocks,
+            slot_offsets=slot_offsets,
             spans=step.spans,
-            varlen=[run.to(self.device) for run in split_by_phase(step.spans)],
+            varlen=[
+                run.on_device(rest[3 * index : 3 * index + 3]) for index, run in enumerate(runs)
+            ],
         )
-        return copy_to_device(token_ids, self.device), device_step
+        return token_ids, device_step
+
+    def place_indices(self, rows: torch.Tensor) -> torch.Tensor:
+        return copy_to_device(rows, self.device)
 
     def attend(
         self,

@@ -1,12 +1,14 @@
 """What only a GPU can prove: its kernels are right, and how near it comes to what it could do.
 
-    python -m diptych.engine.gpu.prove                 # all, about 5 minutes
-    python -m diptych.engine.gpu.prove --small         # a small shape: does it run at all?
+    python -m diptych.engine.gpu.prove                      # every section that is not done yet
+    python -m diptych.engine.gpu.prove --section device     # one, at most 8 minutes
+    python -m diptych.engine.gpu.prove --small              # a small shape: does it run at all?
+    python -m diptych.engine.gpu.prove --bundle FOLDER      # packs what a bare machine needs
 
-Prints Markdown, a section for each question. A section that breaks counts as failed, and the others
-are made all the same; but where the ceilings cannot be measured, or the first model not be made,
-the proof ends with that error. Needs no network and no checkpoint; without a CUDA device it says so
-and ends.
+Sections come in order of their value (`SECTIONS`). Each is written to the state file as soon as it
+is done, as JSON and as Markdown, so a run that is cut off goes on where it stopped. A part of a
+section that breaks counts as failed, and the others are made all the same; what the machine lacks is
+named and left out. Needs no network and no checkpoint; without a CUDA device it says so and ends.
 """
 
 from __future__ import annotations
@@ -15,38 +17,48 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace as replace_fields
 
 from ...kv_transfer.errors import TransportUnavailable
+from ...protos.frames import Sampling, Token
 from ..attention import RowSpan, StepRows
 from ..collectives import Collectives
 from ..decoder import Decoder, DecoderLayer, DecoderWeights, Mlp
 from ..linear import Linear
 from ..ops import Ops, RmsNorm
 from ..pool import KVPool
+from ..sampler import sample_tokens
+from ..sequence import Sequence
 from ..sizing import kv_layout
 from ..spec import ModelSpec
 from . import roofline
 from .backends import probe_environment
+from .bundle import make_bundle
 from .handover import measure_handover
 from .prove_attention import backends
+from .prove_state import ProofState
 from .report import ProofSection, markdown_table
 from .roofline import LLAMA_3_8B, DeviceCeilings, decode_floor, prefill_flops
+from .slots import describe
 
 if TYPE_CHECKING:
-    from .plan import DecodeRow
+    from .plan import DecodeRows
 
-#: Once a section ends so many seconds after the start, no other follows: the proof is to end within
-#: ten minutes.
-DEADLINE_S = 460
+#: Once a part of a section ends so many seconds after the section's start, no other follows: a command
+#: on a lent machine ends after ten minutes.
+DEADLINE_S = 400
 
 #: Batches and contexts of the timed decode steps.
 CASES = ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024), (32, 4096))
@@ -87,7 +99,7 @@ OTHER_VARIANTS = (
 )
 
 
-def median_seconds_between(events: Sequence[torch.cuda.Event]) -> float:
+def median_seconds_between(events: SequenceOf[torch.cuda.Event]) -> float:
     """Wait for the device; return the median time from an event to the next one."""
     torch.cuda.synchronize()
     spans = [first.elapsed_time(second) / 1e3 for first, second in pairwise(events)]
@@ -147,35 +159,37 @@ class DecodeBench:
         self.runner = DecodeRunner(
             self.decoder, self.ops, row_limit, spec.max_positions, block_tokens=BLOCK_TOKENS
         )
-        self._shape: tuple[int, int] | None = None
+        self._shape: tuple[int, int, Sampling] | None = None
         self._blocks: list[list[int]] = []
+        self._columns: list[np.ndarray] = []
 
-    def rows(self, batch: int, context: int, ahead: int) -> list[DecodeRow]:
+        #: What rows ask for. Penalties need a slot, which rows here have not.
+        self.sampling = Sampling(1)
+
+    def rows(self, batch: int, context: int, ahead: int) -> DecodeRows:
         """Return the rows of step `ahead` of `batch` sequences, each about `context` tokens long.
 
         The first step takes its ids from the host, the others from the step before. The lists of
         blocks stay the same, as those of sequences do, until another batch or context is asked for.
         """
-        from .plan import DecodeRow
+        from .plan import DecodeRows
 
-        if self._shape != (batch, context):
-            self._shape = batch, context
+        if self._shape != (batch, context, self.sampling):
+            self._shape = batch, context, self.sampling
             per_row = context // BLOCK_TOKENS + 1
             self._blocks = [
                 list(range(1 + row * per_row, 1 + (row + 1) * per_row)) for row in range(batch)
             ]
-        return [
-            DecodeRow(
-                source=7 if ahead == 0 else -1 - index,  # 7: any id will do
-                # somewhat less than `context`, so that the steps ahead stay within its blocks
-                position=context - 40 + ahead,
-                blocks=blocks,
-                seed=index,
-                draw=context,  # where the random draw is taken; greedy rows need none
-                temperature=0.0,
-            )
-            for index, blocks in enumerate(self._blocks)
-        ]
+            self._columns = [_sampled_fields(self.sampling, row) for row in range(batch)]
+        # somewhat less than `context`, so that the steps ahead stay within its blocks
+        position = context - 40 + ahead
+        return DecodeRows.build(
+            self._columns,
+            # 7: any id will do
+            sources=[7 if ahead == 0 else -1 - row for row in range(batch)],
+            lengths=[position + 1] * batch,
+            blocks=self._blocks,
+        )
 
     def steps(self, batch: int, context: int, count: int) -> float:
         """Return the median seconds of `count` steps, each launched before the one before is read."""
@@ -192,11 +206,21 @@ class DecodeBench:
         return median_seconds_between(events)
 
 
+def _is_llama_3_8b(spec: ModelSpec) -> bool:
+    """Return whether the predictions are of this model, however long its sequences may be."""
+    return replace(spec, max_positions=LLAMA_3_8B.max_positions) == LLAMA_3_8B
+
+
+def _sampled_fields(sampling: Sampling, row: int) -> np.ndarray:
+    """Return the fields of a row that is sampled so, with a seed of its own."""
+    return describe(Sequence((str(row), 0), [0], 1, replace_fields(sampling, seed=row)), 1).fields
+
+
 def decode_section(
     bench: DecodeBench,
     top: DeviceCeilings,
     variant: DecodeVariant,
-    cases: Sequence[tuple[int, int]],
+    cases: SequenceOf[tuple[int, int]],
 ) -> ProofSection:
     """Time decode steps, beside their floors; those of Llama-3-8B in bf16 beside predictions."""
     rows = [["batch x context", "ms", "tokens/s", "floor ms", "of the floor", "predicted ms"]]
@@ -211,7 +235,7 @@ def decode_section(
         ).seconds(top)
         predicted_ms = roofline.PREDICTED_MS.get((batch, context))
         is_bf16 = variant.weight_number_bytes == variant.kv_number_bytes == 2
-        is_predicted = bench.decoder.spec == LLAMA_3_8B and is_bf16
+        is_predicted = _is_llama_3_8b(bench.decoder.spec) and is_bf16
         rows.append(
             [
                 f"{batch} x {context}",
@@ -227,7 +251,7 @@ def decode_section(
 
 
 def prefill_section(
-    bench: DecodeBench, top: DeviceCeilings, prompts: Sequence[int]
+    bench: DecodeBench, top: DeviceCeilings, prompts: SequenceOf[int]
 ) -> ProofSection:
     """Time prompts in one chunk, beside the matmul rate; Llama-3-8B's beside predictions."""
     spec = bench.decoder.spec
@@ -235,7 +259,7 @@ def prefill_section(
     for tokens in prompts:
         prefill_s = seconds(prefill(bench.decoder, tokens), 5)
         share = prefill_flops(spec, tokens) / prefill_s / top.matmul_flops_s
-        predicted = roofline.PREDICTED_TOKENS_S.get(tokens) if spec == LLAMA_3_8B else None
+        predicted = roofline.PREDICTED_TOKENS_S.get(tokens) if _is_llama_3_8b(spec) else None
         rows.append(
             [
                 str(tokens),
@@ -278,7 +302,8 @@ def graphs_section(bench: DecodeBench) -> ProofSection:
         for graphs in (True, False):
             bench.runner.graphs = graphs
             steps = [bench.rows(5, 256, ahead) for ahead in range(8)]
-            results.append([bench.runner.launch(rows).read() for rows in steps])
+            drawn = [bench.runner.launch(rows).read() for rows in steps]
+            results.append([(step.token_ids, step.peaks.tolist()) for step in drawn])
     finally:
         bench.runner.graphs = graphs_before
     equal = results[0] == results[1]
@@ -306,20 +331,17 @@ def _greedy_on_device(
     bench: DecodeBench, prompt: list[int], blocks: list[int], steps: int
 ) -> list[int]:
     """Return an answer of `steps` ids: one of a prefill, the others of decode steps."""
-    from .plan import DecodeRow
+    from .plan import DecodeRows, plain_fields
 
     answer = [int(_last_logits(bench.decoder, prompt, blocks).argmax())]
     for step in range(steps - 1):
-        row = DecodeRow(
-            source=answer[-1],
-            position=len(prompt) + step,
-            blocks=blocks,
-            seed=0,
-            draw=0,  # greedy: no random draw
-            temperature=0.0,
+        rows = DecodeRows.build(
+            [plain_fields()],
+            sources=[answer[-1]],
+            lengths=[len(prompt) + step + 1],
+            blocks=[blocks],
         )
-        token_ids, _ = bench.runner.launch([row]).read()
-        answer += token_ids
+        answer += bench.runner.launch(rows).read().token_ids
     return answer
 
 
@@ -423,13 +445,16 @@ def host_waits_section(bench: DecodeBench, batch: int, context: int) -> ProofSec
     """Count calls that make the host wait in 20 steady steps, whose ids are read by an event."""
     from torch.profiler import ProfilerActivity, profile
 
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     bench.steps(batch, context, 4)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+    # the profiler waits for the device too, and so does the end of the measurement
+    with profile(activities=activities) as idle:
+        torch.cuda.synchronize()
+    with profile(activities=activities) as trace:
         bench.steps(batch, context, 20)
     calls = Counter(event.name for event in trace.events() if event.name.startswith("cuda"))
+    calls -= Counter(event.name for event in idle.events() if event.name in WAITING_CALLS)
     waits = sum(calls[name] for name in WAITING_CALLS)
-    if calls["cudaDeviceSynchronize"]:
-        waits -= 1  # the one that ends the measurement
     listed = [f"- {name}: {count}" for name, count in calls.most_common(8)]
     return ProofSection(
         f"Host in 20 steps of {batch} x {context}",
@@ -449,7 +474,7 @@ def variant_section(
     device: torch.device,
     top: DeviceCeilings,
     variant: DecodeVariant,
-    cases: Sequence[tuple[int, int]],
+    cases: SequenceOf[tuple[int, int]],
 ) -> ProofSection:
     """Time decode of another model than the first one, which must be gone from the memory."""
     torch.cuda.empty_cache()
@@ -459,48 +484,156 @@ def variant_section(
     return decode_section(bench, top, variant, cases)
 
 
-def sections(small: bool, device: torch.device) -> Iterator[tuple[str, SectionMaker]]:
-    """Yield what makes each section, in the order of the proof, and a title in case that breaks.
+@dataclass(frozen=True, slots=True)
+class ProofSize:
+    """The model that is proven, and the shapes that it is timed in."""
 
-    A section that is made has a title of its own, which says more. The ceilings and the first model
-    are made between sections. After the prefill section that model is dropped, and other variants
-    are made in its place.
-    """
-    spec = LLAMA_3_8B
-    cases: Sequence[tuple[int, int]] = CASES
-    prompts: Sequence[int] = PROMPTS
-    if small:
-        spec = replace(spec, layers=2, windows=(None, None), vocab=4096, max_positions=2304)
-        cases = ((1, 1024), (32, 1024))
-        prompts = (2048,)
-    yield "Attention backends", partial(backends, probe_environment(device), device)
-    top = ceilings(device)
-    copy_tb_s = top.copy_bytes_s / 1e12
-    line = f"copy {copy_tb_s:.2f} TB/s, matmul {top.matmul_flops_s / 1e12:.0f} TFLOP/s"
-    yield "Ceilings", partial(ProofSection, "Ceilings of this run", [line])
+    spec: ModelSpec
+    cases: SequenceOf[tuple[int, int]]
+    prompts: SequenceOf[int]
 
-    row_limit = max(batch for batch, _ in cases)
-    total_keys = max(batch * context for batch, context in cases)
-    bench = DecodeBench(spec, device, row_limit, total_keys)
+    @classmethod
+    def full(cls) -> ProofSize:
+        """Return the shape of Llama-3-8B."""
+        return cls(LLAMA_3_8B, CASES, PROMPTS)
+
+    @classmethod
+    def small(cls) -> ProofSize:
+        """Return two layers of it."""
+        spec = replace(LLAMA_3_8B, layers=2, windows=(None, None), vocab=4096, max_positions=2304)
+        return cls(spec, ((1, 1024), (32, 1024)), (2048,))
+
+    def served(self) -> ModelSpec:
+        """Return the model with the positions that the cases need, as `max_model_len` has them.
+
+        Attention lays its splits out for the longest sequence that is served.
+        """
+        longest = max(context for _, context in self.cases) + BLOCK_TOKENS
+        return replace(self.spec, max_positions=longest)
+
+
+#: A part of a section: a title in case that it breaks, and what makes it. What is made has a title
+#: of its own, which says more.
+Part = tuple[str, SectionMaker]
+
+
+def device_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
+    """What the machine is and reaches; and that its kernels, captured, give the right ids."""
+    yield "Ceilings", partial(ceilings_section, device)
+    spec = size.served()
+    bench = DecodeBench(spec, device, 8, 8 * 512)
     try:
         bench.runner.capture()
-    except Exception as problem:  # the other sections of this model are made without graphs
+    except Exception as problem:  # the other parts are made without graphs
         bench.runner.graphs = False
         broken = ProofSection("Capture", [f"BROKE: {problem!r}"], failed=True)
         yield "Capture", lambda: broken
     else:
         yield "Graphs", partial(graphs_section, bench)
-    yield "Greedy ids", partial(greedy_section, spec, device)
-    yield BF16.title, partial(decode_section, bench, top, BF16, cases)
-    yield "Host", partial(host_waits_section, bench, 32, 1024)
-    yield "Prefill", partial(prefill_section, bench, top, prompts)
-    del bench
-
-    cases_of_32 = [case for case in cases if case[0] == 32]
-    for variant in OTHER_VARIANTS:
-        yield variant.title, partial(variant_section, spec, device, top, variant, cases_of_32)
-    yield "Handover", partial(handover_section, device, 8 if small else 64)
+    yield "Greedy ids", partial(greedy_section, size.spec, device)
+    yield "Sampling", partial(sampling_section, device)
     yield "Ranks", partial(ranks_section, device)
+
+
+def backend_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
+    """Every attention backend against float64."""
+    yield "Attention backends", partial(backends, probe_environment(device), device)
+
+
+def pair_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
+    """KV between two processes."""
+    yield "Handover", partial(handover_section, device, 8 if size.spec.layers == 2 else 64)
+
+
+def table_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
+    """Decode and prefill of a random model beside their floors, and the host's waits."""
+    top = ceilings(device)
+    row_limit = max(batch for batch, _ in size.cases)
+    total_keys = max(batch * context for batch, context in size.cases)
+    bench = DecodeBench(size.served(), device, row_limit, total_keys)
+    bench.runner.capture()
+    yield BF16.title, partial(decode_section, bench, top, BF16, size.cases)
+    yield "Host", partial(host_waits_section, bench, 32, 1024)
+    bench.sampling = Sampling(1, temperature=0.6, top_p=0.9)
+    sampled = replace(BF16, title="Decode, bf16, temperature 0.6 and top_p 0.9")
+    yield sampled.title, partial(decode_section, bench, top, sampled, size.cases)
+    del bench
+    torch.cuda.empty_cache()
+    long_bench = DecodeBench(size.spec, device, 1, BLOCK_TOKENS)
+    yield "Prefill", partial(prefill_section, long_bench, top, size.prompts)
+
+
+def variant_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
+    """Decode with FP8 weights, with FP8 KV, and exact."""
+    top = ceilings(device)
+    cases = [case for case in size.cases if case[0] == 32]
+    for variant in OTHER_VARIANTS:
+        yield (
+            variant.title,
+            partial(variant_section, size.served(), device, top, variant, cases),
+        )
+
+
+#: The sections by name, the most valuable first.
+SECTIONS: dict[str, Callable[[ProofSize, torch.device], Iterator[Part]]] = {
+    "device": device_parts,
+    "backends": backend_parts,
+    "pair": pair_parts,
+    "tables": table_parts,
+    "variants": variant_parts,
+}
+
+
+def ceilings_section(device: torch.device) -> ProofSection:
+    """Measure what the device reaches at all."""
+    top = ceilings(device)
+    copy_tb_s = top.copy_bytes_s / 1e12
+    line = f"copy {copy_tb_s:.2f} TB/s, matmul {top.matmul_flops_s / 1e12:.0f} TFLOP/s"
+    return ProofSection("Ceilings of this run", [line])
+
+
+def sampling_section(device: torch.device, vocab: int = 128_256, rows: int = 256) -> ProofSection:
+    """Compare ids that the device draws with those of the host's sampler, and time the draws."""
+    from .plan import DecodeRows
+    from .sampling import SampledRows, SlotBuffers, sample_rows
+
+    # float32, so that both see the same numbers
+    logits = torch.randn(rows, vocab, device=device) * 3
+    chosen = [_published(row) for row in range(rows)]
+    columns = [describe(_first_draw(one), vocab).fields for one in chosen]
+    packed = DecodeRows.build(
+        columns, sources=[0] * rows, lengths=[1] * rows, blocks=[[]] * rows
+    ).packed
+    on_device = torch.from_numpy(packed).to(device)
+    slots = SlotBuffers.allocate(1, vocab, device)
+    out = SampledRows.allocate(rows, device)
+    sample_rows(logits, on_device, slots, out)
+    expected = sample_tokens(logits, [_first_draw(one) for one in chosen])
+    ids = out.token_ids.tolist()
+    equal = sum(
+        isinstance(token, Token) and token.id == token_id
+        for token, token_id in zip(expected, ids, strict=True)
+    )
+    took_s = seconds(partial(sample_rows, logits, on_device, slots, out), 10)
+    lines = [
+        f"{equal} of {rows} ids are those of the host's sampler",
+        f"{rows} rows of {vocab} ids: {took_s * 1e3:.2f} ms",
+    ]
+    # the edge of a nucleus may differ (`sampling.NUCLEUS_TOLERANCE`), which few draws hit
+    return ProofSection("Sampling on the device", lines, failed=equal < 0.98 * rows)
+
+
+def _published(row: int) -> Sampling:
+    """Return one of the generation defaults that models are published with, without penalties."""
+    return (
+        Sampling(1, temperature=0.6, top_p=0.9, seed=row),
+        Sampling(1, temperature=0.7, top_p=0.8, top_k=20, seed=row),
+        Sampling(1, seed=row),
+    )[row % 3]
+
+
+def _first_draw(sampling: Sampling) -> Sequence:
+    return Sequence(("proof", 0), [0], 1, sampling)
 
 
 def attempt(title: str, make_section: SectionMaker) -> ProofSection:
@@ -511,33 +644,78 @@ def attempt(title: str, make_section: SectionMaker) -> ProofSection:
         return ProofSection(title, [f"BROKE: {problem!r}"[:1000]], failed=True)
 
 
+def make_section(
+    name: str, size: ProofSize, device: torch.device, deadline_s: float = DEADLINE_S
+) -> list[ProofSection]:
+    """Return the parts of a section; those that its time leaves no room for are named."""
+    started_at = time.monotonic()
+    made: list[ProofSection] = []
+    parts = SECTIONS[name](size, device)
+    while True:
+        try:
+            title, make = next(parts)
+        except StopIteration:
+            return made
+        except Exception as problem:  # between two parts: a model that cannot be made
+            return [*made, ProofSection("Preparation", [f"BROKE: {problem!r}"[:1000]], failed=True)]
+        if time.monotonic() - started_at > deadline_s:
+            made.append(ProofSection(title, ["left out: the section's time is over"]))
+            continue
+        made.append(attempt(title, make))
+        del make  # and with it the model
+        part = made[-1]
+        print(f"## {name}: {part.title}\n\n" + "\n".join(part.lines) + "\n", flush=True)
+
+
+def describe_machine(device: torch.device) -> dict[str, str]:
+    """Return the device and the versions that its results follow from."""
+    return {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "triton": import_module("triton").__version__,
+        "python": sys.version.split()[0],
+    }
+
+
+def run_proof(names: SequenceOf[str], size: ProofSize, device: torch.device, path: Path) -> int:
+    """Make the sections that the state file has not yet; return the exit status."""
+    state = ProofState.read(path, describe_machine(device))
+    with torch.inference_mode():
+        for name in names:
+            if name in state.sections:
+                print(f"{name}: done before, see {path}")
+                continue
+            started_at = time.monotonic()
+            state.sections[name] = make_section(name, size, device)
+            state.seconds[name] = round(time.monotonic() - started_at, 1)
+            state.write(path)
+    failed = state.failed()
+    print(f"FAILED: {failed}" if failed else "all held")
+    return int(bool(failed))
+
+
 def main() -> None:
     """Print the proof. Exits 1 if something that must hold does not."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--section", action="append", choices=SECTIONS, help="may be repeated")
+    parser.add_argument("--state", type=Path, default=Path("loadtests/results/gpu-proof.json"))
+    parser.add_argument("--again", action="store_true", help="forget what the state file has")
     parser.add_argument("--small", action="store_true", help="two layers: does it run at all?")
-    small = parser.parse_args().small
+    parser.add_argument("--bundle", type=Path, help="pack what a bare machine needs, and end")
+    given = parser.parse_args()
+    if given.bundle:
+        bundle = make_bundle(given.bundle)
+        print(f"{given.bundle}: {bundle.size_bytes >> 20} MiB; {', '.join(bundle.packed)}")
+        print("\n".join(["missing:", *bundle.missing]) if bundle.missing else "nothing is missing")
+        return
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to prove here (tests/engine/gpu: the interpreter's part)")
         return
-    started_at = time.monotonic()
-    failed: list[str] = []
+    if given.again:
+        given.state.unlink(missing_ok=True)
     device = torch.device("cuda", torch.cuda.current_device())
-    triton_version = import_module("triton").__version__
-    device_name = torch.cuda.get_device_name(device)
-    print(f"# {device_name}: torch {torch.__version__}, triton {triton_version}\n")
-    with torch.inference_mode():
-        for title, make_section in sections(small, device):
-            section = attempt(title, make_section)
-            del make_section  # and with it the model
-            print(f"## {section.title}\n\n" + "\n".join(section.lines) + "\n", flush=True)
-            if section.failed:
-                failed.append(section.title)
-            if time.monotonic() - started_at > DEADLINE_S:
-                print("the time is over: what follows was left out")
-                break
-    verdict = f"FAILED: {failed}" if failed else "all held"
-    print(f"{time.monotonic() - started_at:.0f} s; {verdict}")
-    sys.exit(bool(failed))
+    size = ProofSize.small() if given.small else ProofSize.full()
+    sys.exit(run_proof(given.section or list(SECTIONS), size, device, given.state))
 
 
 if __name__ == "__main__":

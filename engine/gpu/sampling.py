@@ -1,20 +1,68 @@
-"""The next id of each row on the device, without a sort: argmax, or argmax of logits plus noise.
+"""The next id of each row on the device, without a sort and without the host.
+
+The result is that of `engine.sampler`, row by row. A row's bits follow from its own logits and
+parameters: each row is reduced in a fixed order, whatever stands beside it.
+
+- `_scan` adjusts a chunk of a row (penalties, bias, masks) and finds its best id.
+- `_cut` finds where top_k and top_p end, by searching for the value at the border: counts and masses
+  of what is above some values, until two values next to each other are left. Of equal values the
+  lowest ids are inside. Only rows that have such a parameter are searched.
+- `_draw` finds the best id of a chunk of such a row, among those inside.
+- `_pick` takes the best chunk, counts the id, and works out its logprob.
+- `_list` finds the likeliest ids of rows that want them, or the logprobs of ids that they name.
 
 The noise is that of `engine.sampler.gumbel_noise`: Philox 4x64-10 (Salmon et al., SC 2011) keyed by
 (seed, position), as numpy counts it, in float64. So a seed gives the same draws on a CPU and here,
 and no generator's state is kept, or travels.
 
-Two kernels do the work: `_scan` finds the best id of each chunk of a row, `_pick` the best chunk.
+Weights for top_p are float32 and their sums float64, in another order than numpy's. So the last id
+inside may be another one where its border is within `NUCLEUS_TOLERANCE` of top_p.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from .plan import LIST_SIZE, PROMPT_BIT, TOP_SIZE, RowField
+
 #: Ids of a program (Triton's unit of parallel work): a row of 128,256 has 126 of them.
 CHUNK = 1024
+
+#: How far the share of a nucleus may be from the CPU sampler's: the error of a float32 `exp`.
+NUCLEUS_TOLERANCE = 1e-5
+
+#: Values that a pass of the search for a border counts above: it narrows the range so many times.
+PIVOTS = 8
+
+_POSITION = tl.constexpr(int(RowField.POSITION))
+_SEED = tl.constexpr(int(RowField.SEED))
+_DRAW = tl.constexpr(int(RowField.DRAW))
+_TEMPERATURE = tl.constexpr(int(RowField.TEMPERATURE))
+_TOP_K = tl.constexpr(int(RowField.TOP_K))
+_TOP_P = tl.constexpr(int(RowField.TOP_P))
+_MIN_P_LOG = tl.constexpr(int(RowField.MIN_P_LOG))
+_SLOT = tl.constexpr(int(RowField.SLOT))
+_COUNTED = tl.constexpr(int(RowField.COUNTED))
+_REPETITION = tl.constexpr(int(RowField.REPETITION))
+_FREQUENCY = tl.constexpr(int(RowField.FREQUENCY))
+_PRESENCE = tl.constexpr(int(RowField.PRESENCE))
+_BIASES = tl.constexpr(int(RowField.BIASES))
+_FORBIDDEN = tl.constexpr(int(RowField.FORBIDDEN))
+_FORBIDDEN_BEFORE = tl.constexpr(int(RowField.FORBIDDEN_BEFORE))
+_MASKED = tl.constexpr(int(RowField.MASKED))
+_REQUIRED = tl.constexpr(int(RowField.REQUIRED))
+_LOGPROBS = tl.constexpr(int(RowField.LOGPROBS))
+_ASKED = tl.constexpr(int(RowField.ASKED))
+_LOGIT_ROW = tl.constexpr(int(RowField.LOGIT_ROW))
+_LIST_SIZE = tl.constexpr(LIST_SIZE)
+_TOP_SIZE = tl.constexpr(TOP_SIZE)
+_PROMPT_BIT = tl.constexpr(PROMPT_BIT)
+#: The largest int32 stands for no id: every id is lower.
+_NO_ID = tl.constexpr(2147483647)
 
 
 @triton.jit
@@ -44,96 +92,598 @@ def _best_of(value, ids):
 
 
 @triton.jit
-def _scan(
-    logits, seeds, positions, temperatures, values, ids, peaks, vocab, row_stride, chunks,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Find the best id of a chunk, its value, and the chunk's largest logit (NaN if one is).
-
-    The grid is (rows, chunks). A value is the logit at temperature 0, else logit / temperature plus
-    noise.
-    """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature = tl.load(temperatures + row)
-    counter = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-    key = tl.zeros_like(counter).to(tl.uint64) + tl.load(seeds + row).to(tl.uint64)
-    key2 = tl.zeros_like(counter).to(tl.uint64) + tl.load(positions + row).to(tl.uint64)
-    # numpy counts from 1, and each count gives four numbers
-    words = _philox((counter + 1).to(tl.uint64), key, key2)
-    # 2147483647, the largest int32, stands for no id: every id is lower
-    top = tl.full([], float("-inf"), tl.float64)
-    top_id = tl.full([], 2147483647, tl.int32)
-    peak = tl.full([], float("-inf"), tl.float32)
-    damaged = tl.full([], 0, tl.int32)
-    for word in tl.static_range(4):
-        index = counter * 4 + word
-        logit = tl.load(logits + row * row_stride + index, mask=index < vocab, other=float("-inf"))
-        logit = logit.to(tl.float32)
-        damaged = tl.maximum(damaged, tl.max((logit != logit).to(tl.int32), 0))
-        peak = tl.maximum(peak, tl.max(logit, 0))
-        value = logit.to(tl.float64)
-        if temperature > 0:
-            # the upper 53 bits times 2^-53, as numpy makes a float64 of them
-            uniform = (words[word] >> 11).to(tl.float64) * 1.1102230246251565e-16
-            noise = -tl.log(-tl.log(tl.maximum(uniform, 1e-300)))
-            value = value / temperature + noise
-        best, best_id = _best_of(tl.where(index < vocab, value, float("-inf")), index)
-        lower_id = tl.where(best == top, tl.minimum(best_id, top_id), top_id)
-        top_id = tl.where(best > top, best_id, lower_id)
-        top = tl.maximum(best, top)
-    to = row * chunks + chunk
-    tl.store(values + to, top)
-    tl.store(ids + to, top_id)
-    tl.store(peaks + to, tl.where(damaged > 0, float("nan"), peak))
+def _number(rows, width, row, field):
+    """Return a field of a packed row that is an integer."""
+    return tl.load(rows + field * width + row)
 
 
 @triton.jit
-def _pick(values, ids, peaks, out, out_peak, chunks, BLOCK: tl.constexpr):
-    """Find the best id of all chunks, and the largest logit. The grid is (rows,)."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < chunks
-    value = tl.load(values + row * chunks + at, mask=inside, other=float("-inf"))
-    index = tl.load(ids + row * chunks + at, mask=inside, other=2147483647)
-    peak = tl.load(peaks + row * chunks + at, mask=inside, other=float("-inf"))
-    _, best = _best_of(value, index)
-    damaged = tl.max((peak != peak).to(tl.int32), 0)
-    tl.store(out + row, best.to(tl.int64))
-    tl.store(out_peak + row, tl.where(damaged > 0, float("nan"), tl.max(peak, 0)))
+def _real(rows, width, row, field):
+    """Return a field of a packed row that is the bits of a float64."""
+    return tl.load(rows + field * width + row).to(tl.float64, bitcast=True)
 
 
-def pick_tokens(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperatures: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the next ids, int64 [T], and the largest logit of each row, float32 [T].
+@triton.jit
+def _is_adjusted(rows, width, row):
+    """Return whether a row's logits change before the draw."""
+    changes = _number(rows, width, row, _SLOT) >= 0
+    return changes | (_number(rows, width, row, _REQUIRED) >= 0)
 
-    `logits` are [T, vocab], `seeds` and `positions` int64 [T], `temperatures` float64 [T]: at 0 the
-    id is that of the largest logit, else a draw. The largest logit is NaN if any of the row is;
-    where it is no finite number the id means nothing.
+
+@triton.jit
+def _is_cut(rows, width, row):
+    """Return whether some ids of a row are too unlikely to be drawn."""
+    limited = _number(rows, width, row, _TOP_K) > 0
+    limited = limited | (_real(rows, width, row, _TOP_P) < 1.0)
+    limited = limited | (_real(rows, width, row, _MIN_P_LOG) > float("-inf"))
+    return limited & (_real(rows, width, row, _TEMPERATURE) > 0)
+
+
+@triton.jit
+def _order(value):
+    """Return an int64 for each float32, in the same order; equal zeros are equal."""
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _value_of(order):
+    """Return the float32 whose `_order` is given."""
+    bits = order.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _adjust(
+    logit, index, inside, rows, width, row, counts, list_ids, list_values, masks, vocab, words
+):
+    """Return the logits with penalties, bias and masks; an id at -inf must not come."""
+    value = logit
+    slot = _number(rows, width, row, _SLOT)
+    if slot >= 0:
+        if _number(rows, width, row, _COUNTED) > 0:
+            counted = tl.load(counts + slot * vocab + index, mask=inside, other=0)
+            # float64 rounded once is what float32 gives, whatever the compiler fuses
+            wide = value.to(tl.float64)
+            repetition = _real(rows, width, row, _REPETITION)
+            repeated = tl.where(value < 0, wide * repetition, wide / repetition).to(tl.float32)
+            value = tl.where(counted != 0, repeated, value)
+            times = counted & (_PROMPT_BIT - 1)
+            frequency = _real(rows, width, row, _FREQUENCY)
+            often = (frequency * times.to(tl.float64)).to(tl.float32)
+            once = _real(rows, width, row, _PRESENCE).to(tl.float32)
+            value = tl.where(times > 0, value - often - once, value)
+        lane = tl.arange(0, 8)
+        biases = _number(rows, width, row, _BIASES).to(tl.int32)
+        first_of_list = slot * _LIST_SIZE
+        for first in range(0, biases, 8):
+            at = first_of_list + first + lane
+            listed = tl.load(list_ids + at, mask=first + lane < biases, other=-1)
+            bias = tl.load(list_values + at, mask=first + lane < biases, other=0.0)
+            hit = index[None, :] == listed[:, None]
+            value += tl.sum(tl.where(hit, bias[:, None], 0.0), 0)
+        if _number(rows, width, row, _DRAW) < _number(rows, width, row, _FORBIDDEN_BEFORE):
+            forbidden = _number(rows, width, row, _FORBIDDEN).to(tl.int32)
+            for first in range(0, forbidden, 8):
+                at = first_of_list + biases + first + lane
+                listed = tl.load(list_ids + at, mask=first + lane < forbidden, other=-1)
+                hit = (index[None, :] == listed[:, None]).to(tl.int32)
+                value = tl.where(tl.max(hit, 0) > 0, float("-inf"), value)
+        if _number(rows, width, row, _MASKED) > 0:
+            word = tl.load(masks + slot * words + index // 32, mask=inside, other=0)
+            value = tl.where(((word >> (index % 32)) & 1) > 0, value, float("-inf"))
+    required = _number(rows, width, row, _REQUIRED)
+    if required >= 0:
+        value = tl.where(index == required, 0.0, float("-inf"))
+    return value
+
+
+@triton.jit
+def _noise(word):
+    """Return Gumbel noise of random words, as numpy makes a float64 of their upper 53 bits."""
+    uniform = (word >> 11).to(tl.float64) * 1.1102230246251565e-16
+    return -tl.log(-tl.log(tl.maximum(uniform, 1e-300)))
+
+
+@triton.jit
+def _keys(like, rows, width, row):
+    """Return the two words that key a row's noise."""
+    key = tl.zeros_like(like).to(tl.uint64) + _number(rows, width, row, _SEED).to(tl.uint64)
+    key2 = tl.zeros_like(like).to(tl.uint64) + _number(rows, width, row, _DRAW).to(tl.uint64)
+    return key, key2
+
+
+@triton.jit
+def _scan(
+    logits, rows, counts, list_ids, list_values, masks,
+    scores, values, ids, tops, peaks, peak_ids, sums,
+    width, vocab, logit_stride, chunks, words,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Adjust a chunk of a row, and find its best id. The grid is (rows, chunks).
+
+    `values` and `ids` get the best, where the row is not cut: the logit at temperature 0, else
+    logit / temperature plus noise. `tops` get the largest adjusted logit, `peaks` and `peak_ids` the
+    largest one as the model gave it (both NaN if one is), and `sums` what logprobs need.
     """
-    row_count, vocab = logits.shape
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if _number(rows, width, row, _POSITION) < 0:
+        return
+    temperature = _real(rows, width, row, _TEMPERATURE)
+    is_adjusted = _is_adjusted(rows, width, row)
+    is_cut = _is_cut(rows, width, row)
+    base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
+    counter = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+    # numpy counts from 1, and each count gives four numbers
+    number = (counter + 1).to(tl.uint64)
+    words_of = number, number, number, number
+    if (temperature > 0) & (is_cut == 0):
+        key, key2 = _keys(counter, rows, width, row)
+        words_of = _philox(number, key, key2)
+    best = tl.full([], float("-inf"), tl.float64)
+    best_id = tl.full([], 2147483647, tl.int32)
+    top = tl.full([], float("-inf"), tl.float32)
+    peak = tl.full([], float("-inf"), tl.float32)
+    peak_id = tl.full([], 2147483647, tl.int32)
+    damaged = tl.full([], 0, tl.int32)
+    overflowed = tl.full([], 0, tl.int32)
+    for word in tl.static_range(4):
+        index = counter * 4 + word
+        inside = index < vocab
+        logit = tl.load(base + index, mask=inside, other=float("-inf")).to(tl.float32)
+        damaged = tl.maximum(damaged, tl.max((logit != logit).to(tl.int32), 0))
+        chunk_peak, chunk_peak_id = _best_of(logit, index)
+        lower_id = tl.where(chunk_peak == peak, tl.minimum(chunk_peak_id, peak_id), peak_id)
+        peak_id = tl.where(chunk_peak > peak, chunk_peak_id, lower_id)
+        peak = tl.maximum(peak, chunk_peak)
+        if is_adjusted:
+            logit = _adjust(
+                logit, index, inside, rows, width, row,
+                counts, list_ids, list_values, masks, vocab, words,
+            )  # fmt: skip
+            logit = tl.where(inside, logit, float("-inf"))
+            tl.store(scores + row * vocab + index, logit, mask=inside)
+            overflowed = tl.maximum(overflowed, tl.max((logit != logit).to(tl.int32), 0))
+        top = tl.maximum(top, tl.max(logit, 0))
+        if not is_cut:
+            value = logit.to(tl.float64)
+            if temperature > 0:
+                value = value / temperature + _noise(words_of[word])
+            word_best, word_id = _best_of(tl.where(inside, value, float("-inf")), index)
+            lower_id = tl.where(word_best == best, tl.minimum(word_id, best_id), best_id)
+            best_id = tl.where(word_best > best, word_id, lower_id)
+            best = tl.maximum(word_best, best)
+    total = tl.full([], 0.0, tl.float32)
+    if _number(rows, width, row, _LOGPROBS) >= 0:
+        floor = tl.where(peak > float("-inf"), peak, 0.0)
+        for word in tl.static_range(4):
+            index = counter * 4 + word
+            logit = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+            total += tl.sum(tl.exp(logit - floor), 0)
+    to = row * chunks + chunk
+    tl.store(values + to, best)
+    tl.store(ids + to, best_id)
+    tl.store(tops + to, tl.where(overflowed > 0, float("nan"), top))
+    tl.store(peaks + to, tl.where(damaged > 0, float("nan"), peak))
+    tl.store(peak_ids + to, peak_id)
+    tl.store(sums + to, total)
+
+
+@triton.jit
+def _load_inside(base, chunk, vocab, temperature, cut_value, CHUNK: tl.constexpr):
+    """Return the values of a chunk, their ids, and which of them min_p and masks let in."""
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    value = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+    inside = (value.to(tl.float64) / temperature >= cut_value) & (value > float("-inf"))
+    return value, index, inside & (index < vocab)
+
+
+@triton.jit
+def _weights(value, temperature, peak):
+    """Return the weights of values, the largest one's is 1: float32 numbers as float64."""
+    scaled = value.to(tl.float64) / temperature - peak
+    return tl.exp(scaled.to(tl.float32)).to(tl.float64)
+
+
+@triton.jit
+def _search(
+    base, row_tops, low, high, goal, temperature, cut_value, peak, vocab, chunks,
+    BY_COUNT: tl.constexpr, CHUNK: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """Return the largest order above or at which there is `goal`, and what is above it.
+
+    Values are counted, or their weights are summed. There is as much at `low`, and less at `high`.
+    """
+    above = tl.full([], 0.0, tl.float64)
+    lane = tl.arange(0, PIVOTS)
+    while high - low > 1:
+        pivots = low + (high - low) * lane // PIVOTS
+        # at `low` there is enough, so chunks without anything above it tell nothing
+        lowest = tl.maximum(low + 1, low + (high - low) // PIVOTS)
+        sums = tl.zeros([PIVOTS], tl.float64)
+        for chunk in range(0, chunks):
+            if _order(tl.load(row_tops + chunk)) >= lowest:
+                value, _, inside = _load_inside(base, chunk, vocab, temperature, cut_value, CHUNK)
+                order = _order(value)
+                if BY_COUNT:
+                    weight = inside.to(tl.float64)
+                else:
+                    weight = tl.where(inside, _weights(value, temperature, peak), 0.0)
+                reached = order[None, :] >= pivots[:, None]
+                sums += tl.sum(tl.where(reached, weight[None, :], 0.0), 1)
+        enough = (sums >= goal) | (pivots <= low)
+        above = tl.maximum(above, tl.max(tl.where(enough, 0.0, sums), 0))
+        new_low = tl.max(tl.where(enough, pivots, low), 0)
+        high = tl.min(tl.where(enough, high, pivots), 0)
+        low = new_low
+    return low, above
+
+
+@triton.jit
+def _cut(
+    logits, rows, scores, tops, border_orders, border_ids,
+    width, vocab, logit_stride, chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr,
+):  # fmt: skip
+    """Find the border of what a row may draw. The grid is (rows,).
+
+    Inside are the values above the border, and at the border the ids up to its own.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if _number(rows, width, row, _POSITION) < 0:
+        return
+    if not _is_cut(rows, width, row):
+        return
+    temperature = _real(rows, width, row, _TEMPERATURE)
+    base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
+    if _is_adjusted(rows, width, row):
+        base = scores + row * vocab
+    row_tops = tops + row * chunks
+    at = tl.arange(0, CHUNKS)
+    top = tl.max(tl.load(row_tops + at, mask=at < chunks, other=float("-inf")), 0)
+    peak = top.to(tl.float64) / temperature
+    cut_value = peak + _real(rows, width, row, _MIN_P_LOG)
+    # behind -inf: what is forbidden is never inside
+    lowest = _order(tl.full([], float("-inf"), tl.float32)) + 1
+    border = lowest
+    #: how many values at the border are inside; without a limit more than there can be
+    ties = tl.full([], 2147483647.0, tl.float64)
+    finite = top - top == 0
+    top_k = _number(rows, width, row, _TOP_K)
+    if finite & (top_k > 0):
+        goal = top_k.to(tl.float64)
+        inside_count = tl.full([], 0.0, tl.float64)
+        for chunk in range(0, chunks):
+            _, _, inside = _load_inside(base, chunk, vocab, temperature, cut_value, CHUNK)
+            inside_count += tl.sum(inside.to(tl.float64), 0)
+        if inside_count > goal:
+            border, above = _search(
+                base, row_tops, lowest, _order(top) + 1, goal, temperature, cut_value, peak,
+                vocab, chunks, BY_COUNT=True, CHUNK=CHUNK, PIVOTS=PIVOTS,
+            )  # fmt: skip
+            ties = goal - above
+    top_p = _real(rows, width, row, _TOP_P)
+    if finite & (top_p < 1.0):
+        total = tl.full([], 0.0, tl.float64)
+        for chunk in range(0, chunks):
+            if _order(tl.load(row_tops + chunk)) >= border:
+                value, _, inside = _load_inside(base, chunk, vocab, temperature, cut_value, CHUNK)
+                weight = _weights(value, temperature, peak)
+                total += tl.sum(tl.where(inside & (_order(value) > border), weight, 0.0), 0)
+        if border > lowest:
+            total += ties * _weights(_value_of(border), temperature, peak)
+        goal = tl.maximum(top_p * total, 1e-300)
+        nucleus, above = _search(
+            base, row_tops, border, _order(top) + 1, goal, temperature, cut_value, peak,
+            vocab, chunks, BY_COUNT=False, CHUNK=CHUNK, PIVOTS=PIVOTS,
+        )  # fmt: skip
+        missing = tl.ceil((goal - above) / _weights(_value_of(nucleus), temperature, peak))
+        missing = tl.maximum(missing, 1.0)
+        ties = tl.where(nucleus == border, tl.minimum(missing, ties), missing)
+        border = nucleus
+    last = tl.full([], 2147483647, tl.int32)
+    found = tl.full([], 0.0, tl.float64)
+    if ties < 2147483647.0:
+        for chunk in range(0, chunks):
+            if (found < ties) & (_order(tl.load(row_tops + chunk)) >= border):
+                value, index, inside = _load_inside(
+                    base, chunk, vocab, temperature, cut_value, CHUNK
+                )
+                equal = inside & (_order(value) == border)
+                rank = found + tl.cumsum(equal.to(tl.int32), 0).to(tl.float64)
+                last = tl.minimum(last, tl.min(tl.where(equal & (rank == ties), index, 2147483647)))
+                found += tl.sum(equal.to(tl.float64), 0)
+    tl.store(border_orders + row, border)
+    tl.store(border_ids + row, last)
+
+
+@triton.jit
+def _draw(
+    logits, rows, scores, tops, border_orders, border_ids, values, ids,
+    width, vocab, logit_stride, chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Find the best id of a chunk among those inside, where a row is cut. Grid: (rows, chunks)."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if _number(rows, width, row, _POSITION) < 0:
+        return
+    if not _is_cut(rows, width, row):
+        return
+    border = tl.load(border_orders + row)
+    border_id = tl.load(border_ids + row)
+    best = tl.full([], float("-inf"), tl.float64)
+    best_id = tl.full([], 2147483647, tl.int32)
+    if _order(tl.load(tops + row * chunks + chunk)) >= border:
+        temperature = _real(rows, width, row, _TEMPERATURE)
+        base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
+        if _is_adjusted(rows, width, row):
+            base = scores + row * vocab
+        at = tl.arange(0, CHUNKS)
+        top = tl.max(tl.load(tops + row * chunks + at, mask=at < chunks, other=float("-inf")), 0)
+        cut_value = top.to(tl.float64) / temperature + _real(rows, width, row, _MIN_P_LOG)
+        counter = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+        key, key2 = _keys(counter, rows, width, row)
+        words_of = _philox((counter + 1).to(tl.uint64), key, key2)
+        for word in tl.static_range(4):
+            index = counter * 4 + word
+            value = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+            order = _order(value)
+            inside = (order > border) | ((order == border) & (index <= border_id))
+            scaled = value.to(tl.float64) / temperature
+            inside = inside & (scaled >= cut_value) & (index < vocab)
+            drawn = tl.where(inside, scaled + _noise(words_of[word]), float("-inf"))
+            word_best, word_id = _best_of(drawn, index)
+            lower_id = tl.where(word_best == best, tl.minimum(word_id, best_id), best_id)
+            best_id = tl.where(word_best > best, word_id, lower_id)
+            best = tl.maximum(word_best, best)
+    tl.store(values + row * chunks + chunk, best)
+    tl.store(ids + row * chunks + chunk, best_id)
+
+
+@triton.jit
+def _log_total(peaks, sums, row, chunks, CHUNKS: tl.constexpr):
+    """Return the logarithm of the sum of exp(logit) over a row."""
+    at = tl.arange(0, CHUNKS)
+    peak = tl.load(peaks + row * chunks + at, mask=at < chunks, other=float("-inf"))
+    total = tl.load(sums + row * chunks + at, mask=at < chunks, other=0.0).to(tl.float64)
+    top = tl.max(peak, 0)
+    share = tl.exp((peak - top).to(tl.float32)).to(tl.float64)
+    return top.to(tl.float64) + tl.log(tl.sum(share * total, 0))
+
+
+@triton.jit
+def _pick(
+    logits, rows, counts, values, ids, tops, peaks, sums,
+    out_ids, out_peaks, out_tops, out_logprobs,
+    width, vocab, logit_stride, chunks,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Take the best chunk of each row; count its id, and say its logprob. The grid is (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    if _number(rows, width, row, _POSITION) < 0:
+        return
+    at = row * chunks + tl.arange(0, CHUNKS)
+    inside = tl.arange(0, CHUNKS) < chunks
+    value = tl.load(values + at, mask=inside, other=float("-inf"))
+    index = tl.load(ids + at, mask=inside, other=2147483647)
+    peak = tl.load(peaks + at, mask=inside, other=float("-inf"))
+    top = tl.load(tops + at, mask=inside, other=float("-inf"))
+    _, best = _best_of(value, index)
+    # the next step looks the id up before the host knows that this row is damaged
+    token = tl.where(best < vocab, best, 0).to(tl.int64)
+    damaged = tl.max((peak != peak).to(tl.int32), 0)
+    overflowed = tl.max((top != top).to(tl.int32), 0)
+    tl.store(out_ids + row, token)
+    tl.store(out_peaks + row, tl.where(damaged > 0, float("nan"), tl.max(peak, 0)))
+    tl.store(out_tops + row, tl.where(overflowed > 0, float("nan"), tl.max(top, 0)))
+    if _number(rows, width, row, _COUNTED) > 0:
+        place = counts + _number(rows, width, row, _SLOT) * vocab + token
+        tl.store(place, tl.load(place) + 1)
+    if _number(rows, width, row, _LOGPROBS) >= 0:
+        base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
+        total = _log_total(peaks, sums, row, chunks, CHUNKS)
+        chosen = tl.load(base + token).to(tl.float64) - total
+        tl.store(out_logprobs + row, chosen.to(tl.float32))
+
+
+@triton.jit
+def _list(
+    logits, rows, list_ids, peaks, peak_ids, sums, top_ids, top_logprobs,
+    width, vocab, logit_stride, chunks,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """List the likeliest ids of a row with their logprobs, or those it names. Grid: (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    if _number(rows, width, row, _POSITION) < 0:
+        return
+    wanted = _number(rows, width, row, _LOGPROBS).to(tl.int32)
+    asked = _number(rows, width, row, _ASKED).to(tl.int32)
+    if (wanted < 0) | ((wanted == 0) & (asked == 0)):
+        return
+    base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
+    total = _log_total(peaks, sums, row, chunks, CHUNKS)
+    to = row * _TOP_SIZE
+    if asked > 0:
+        before = _number(rows, width, row, _BIASES) + _number(rows, width, row, _FORBIDDEN)
+        first = _number(rows, width, row, _SLOT) * _LIST_SIZE + before
+        for place in range(0, asked):
+            asked_id = tl.load(list_ids + first + place)
+            logprob = tl.load(base + asked_id).to(tl.float64) - total
+            tl.store(top_ids + to + place, asked_id)
+            tl.store(top_logprobs + to + place, logprob.to(tl.float32))
+    else:
+        lane = tl.arange(0, CHUNKS)
+        best = tl.load(peaks + row * chunks + lane, mask=lane < chunks, other=float("-inf"))
+        best_ids = tl.load(peak_ids + row * chunks + lane, mask=lane < chunks, other=2147483647)
+        for place in range(0, wanted):
+            value, top_id = _best_of(best, best_ids)
+            tl.store(top_ids + to + place, top_id)
+            tl.store(top_logprobs + to + place, (value.to(tl.float64) - total).to(tl.float32))
+            # the chunk's next best: what comes behind this one in the order of values and ids
+            chunk = top_id // CHUNK
+            index = chunk * CHUNK + tl.arange(0, CHUNK)
+            logit = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+            behind = (logit < value) | ((logit == value) & (index > top_id))
+            behind = behind & (index < vocab)
+            next_value = tl.max(tl.where(behind, logit, float("-inf")), 0)
+            is_next = behind & (logit == next_value)
+            next_id = tl.min(tl.where(is_next, index, 2147483647), 0)
+            best = tl.where(lane == chunk, next_value, best)
+            best_ids = tl.where(lane == chunk, next_id, best_ids)
+
+
+@triton.jit
+def _rank(
+    logits, rows, out_ranks, width, vocab, logit_stride, chunks, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Find the place of each row's required id among all ids by logit. The grid is (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
+    token = _number(rows, width, row, _REQUIRED)
+    value = tl.load(base + token).to(tl.float32)
+    before = tl.full([], 0, tl.int32)
+    for chunk in range(0, chunks):
+        index = chunk * CHUNK + tl.arange(0, CHUNK)
+        logit = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+        ahead = (logit > value) | ((logit == value) & (index < token))
+        before += tl.sum((ahead & (index < vocab)).to(tl.int32), 0)
+    tl.store(out_ranks + row, (before + 1).to(tl.int64))
+
+
+@triton.jit
+def _count(counts, triples, vocab):
+    """Add to the counts: (slot, id, what is added). The grid is (triples,); PROMPT_BIT is set once."""
+    place = triples + tl.program_id(0) * 3
+    to = counts + tl.load(place).to(tl.int64) * vocab + tl.load(place + 1)
+    added = tl.load(place + 2)
+    if added == _PROMPT_BIT:
+        tl.atomic_or(to, added)
+    else:
+        tl.atomic_add(to, added)
+
+
+@dataclass(slots=True)
+class SlotBuffers:
+    """What the device keeps of the sequences that have a slot (`slots.SlotTable`)."""
+
+    counts: torch.Tensor  #: int32 [slots, vocab]: of the answer's ids; PROMPT_BIT: of the prompt.
+    list_ids: torch.Tensor  #: int32 [slots, LIST_SIZE]: biased, forbidden and asked ids.
+    list_values: torch.Tensor  #: float32 [slots, LIST_SIZE]: the biases.
+    masks: torch.Tensor  #: int32 [slots, words]: a bit for each id, set where it may come.
+
+    @classmethod
+    def allocate(cls, slots: int, vocab: int, device: torch.device) -> SlotBuffers:
+        """Allocate the buffers, zeroed. At 256 slots and 128,256 ids they take 137 MB."""
+
+        def zeros(columns: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(slots, columns, dtype=dtype, device=device)
+
+        return cls(
+            zeros(vocab), zeros(LIST_SIZE), zeros(LIST_SIZE, torch.float32), zeros(-(-vocab // 32))
+        )
+
+
+@dataclass(slots=True)
+class SampledRows:
+    """What sampling gives of each row. Buffers on the device, or the host's copy of them."""
+
+    token_ids: torch.Tensor  #: int64 [rows].
+    peaks: torch.Tensor  #: float32 [rows]: the largest logit that the model gave; NaN if one is.
+    tops: torch.Tensor  #: float32 [rows]: the largest logit after penalties, bias and masks.
+    logprobs: torch.Tensor  #: float32 [rows], where a row wants logprobs.
+    top_ids: torch.Tensor  #: int32 [rows, TOP_SIZE], where a row wants more of them.
+    top_logprobs: torch.Tensor  #: float32 [rows, TOP_SIZE].
+
+    @classmethod
+    def allocate(cls, rows: int, device: torch.device, pinned: bool = False) -> SampledRows:
+        """Allocate room for `rows` rows; `pinned` on the host, so that copies need no wait."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pinned)
+
+        return cls(
+            token_ids=zeros(rows, dtype=torch.int64),
+            peaks=zeros(rows),
+            tops=zeros(rows),
+            logprobs=zeros(rows),
+            top_ids=zeros(rows, TOP_SIZE, dtype=torch.int32),
+            top_logprobs=zeros(rows, TOP_SIZE),
+        )
+
+    def send(self, host: SampledRows, rows: int, *, logprobs: bool) -> None:
+        """Copy the first rows to `host`, without waiting; `logprobs`: those too."""
+        pairs = [(self.token_ids, host.token_ids), (self.peaks, host.peaks), (self.tops, host.tops)]
+        if logprobs:
+            pairs += [
+                (self.logprobs, host.logprobs),
+                (self.top_ids, host.top_ids),
+                (self.top_logprobs, host.top_logprobs),
+            ]
+        for source, target in pairs:
+            target[:rows].copy_(source[:rows], non_blocking=True)
+
+
+def sample_rows(
+    logits: torch.Tensor, packed: torch.Tensor, slots: SlotBuffers, out: SampledRows
+) -> None:
+    """Write the next ids, and what else the rows want, to `out`; count the ids.
+
+    `logits` are [any, vocab], `packed` int64 [ROW_FIELDS, rows] as `plan.RowField` says, on the
+    device. Rows of padding are left out.
+    """
+    width, vocab = packed.shape[1], logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
-    values = logits.new_empty(row_count, chunks, dtype=torch.float64)
-    ids = logits.new_empty(row_count, chunks, dtype=torch.int32)
-    peaks = logits.new_empty(row_count, chunks, dtype=torch.float32)
-    out = logits.new_empty(row_count, dtype=torch.int64)
-    out_peak = logits.new_empty(row_count).float()
-    _scan[(row_count, chunks)](
-        logits,
-        seeds,
-        positions,
-        temperatures,
-        values,
-        ids,
-        peaks,
-        vocab,
-        logits.stride(0),
-        chunks,
+    padded_chunks = triton.next_power_of_2(chunks)
+
+    def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return logits.new_empty(width, columns, dtype=dtype)
+
+    scores = empty(vocab, torch.float32)
+    values, ids = empty(chunks, torch.float64), empty(chunks, torch.int32)
+    tops, peaks = empty(chunks, torch.float32), empty(chunks, torch.float32)
+    peak_ids, sums = empty(chunks, torch.int32), empty(chunks, torch.float32)
+    border_orders, border_ids = empty(1, torch.int64), empty(1, torch.int32)
+    sizes = width, vocab, logits.stride(0), chunks
+    _scan[(width, chunks)](
+        *(logits, packed, slots.counts, slots.list_ids, slots.list_values, slots.masks),
+        *(scores, values, ids, tops, peaks, peak_ids, sums),
+        *(*sizes, slots.masks.shape[1]),
         CHUNK=CHUNK,
     )
-    block = triton.next_power_of_2(chunks)
-    _pick[(row_count,)](values, ids, peaks, out, out_peak, chunks, BLOCK=block)
-    return out, out_peak
+    _cut[(width,)](
+        *(logits, packed, scores, tops, border_orders, border_ids, *sizes),
+        CHUNK=CHUNK,
+        CHUNKS=padded_chunks,
+        PIVOTS=PIVOTS,
+        num_warps=8,
+    )
+    _draw[(width, chunks)](
+        *(logits, packed, scores, tops, border_orders, border_ids, values, ids, *sizes),
+        CHUNK=CHUNK,
+        CHUNKS=padded_chunks,
+    )
+    _pick[(width,)](
+        *(logits, packed, slots.counts, values, ids, tops, peaks, sums),
+        *(out.token_ids, out.peaks, out.tops, out.logprobs, *sizes),
+        CHUNKS=padded_chunks,
+    )
+    _list[(width,)](
+        *(logits, packed, slots.list_ids, peaks, peak_ids, sums),
+        *(out.top_ids, out.top_logprobs, *sizes),
+        CHUNK=CHUNK,
+        CHUNKS=padded_chunks,
+    )
+
+
+def rank_required(logits: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return the place of each row's required id among all ids, int64 [rows]; 1 is the likeliest."""
+    width, vocab = packed.shape[1], logits.shape[1]
+    ranks = torch.empty(width, dtype=torch.int64, device=logits.device)
+    sizes = width, vocab, logits.stride(0), triton.cdiv(vocab, CHUNK)
+    _rank[(width,)](logits, packed, ranks, *sizes, CHUNK=CHUNK)
+    return ranks
+
+
+def count_ids(counts: torch.Tensor, triples: torch.Tensor) -> None:
+    """Add `triples`, int32 [n, 3] of (slot, id, what is added), to the counts."""
+    _count[(len(triples),)](counts, triples, counts.shape[1])

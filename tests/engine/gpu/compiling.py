@@ -43,8 +43,16 @@ EXPERTS = {
     "scales": WIDE,
 }
 MANY = {"ROWS": experts.MANY_ROWS, "COLUMNS": 128, "DEPTH": 64, "SCALED": False}
-SCAN = {"logits": WIDE, "seeds": LONGS, "positions": LONGS, "temperatures": F64, "values": F64}
-PICK = {"values": F64, "ids": INTS, "peaks": WIDE, "out": LONGS, "out_peak": WIDE}
+#: Every sampling kernel takes some of these.
+SAMPLING = {
+    **dict.fromkeys(("logits", "scores", "tops", "peaks", "sums", "list_values"), WIDE),
+    **dict.fromkeys(("out_peaks", "out_tops", "out_logprobs", "top_logprobs"), WIDE),
+    **dict.fromkeys(("rows", "border_orders", "out_ids", "out_ranks"), LONGS),
+    **dict.fromkeys(("counts", "list_ids", "masks", "ids", "peak_ids", "border_ids"), INTS),
+    **dict.fromkeys(("top_ids", "triples"), INTS),
+    "values": F64,
+}
+CHUNKS = {"CHUNK": sampling.CHUNK, "CHUNKS": 128}
 FP8 = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
 #: name -> kernel, types of its arguments (int32 where none is given), constants, warps
 KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
@@ -93,8 +101,26 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         {"BLOCK": 16384},
         4,
     ),
-    "scan": (sampling._scan, SCAN | {"ids": INTS, "peaks": WIDE}, {"CHUNK": sampling.CHUNK}, 4),
-    "pick": (sampling._pick, PICK, {"BLOCK": 128}, 4),
+    "scan": (sampling._scan, SAMPLING, {"CHUNK": sampling.CHUNK}, 4),
+    "cut": (sampling._cut, SAMPLING, CHUNKS | {"PIVOTS": sampling.PIVOTS}, 8),
+    "draw": (sampling._draw, SAMPLING, CHUNKS, 4),
+    "pick": (sampling._pick, SAMPLING, {"CHUNKS": 128}, 4),
+    "list": (sampling._list, SAMPLING, CHUNKS, 4),
+    "rank": (sampling._rank, SAMPLING, {"CHUNK": sampling.CHUNK}, 4),
+    "count": (sampling._count, SAMPLING, {}, 4),
+}
+
+
+#: Variants of kernels above: types that stand in, and arguments that are 1. Triton takes such an
+#: argument for a constant, which another step may not be.
+VARIANTS: dict[str, tuple[str, dict[str, str], tuple[str, ...]]] = {
+    "prefill fp8": ("prefill", FP8, ()),
+    "scan of 1 row": ("scan", {}, ("width", "chunks", "words")),
+    "cut of 1 row": ("cut", {}, ("width", "chunks")),
+    "draw of 1 row": ("draw", {}, ("width", "chunks")),
+    "pick of 1 row": ("pick", {}, ("width", "chunks")),
+    "list of 1 row": ("list", {}, ("width", "chunks")),
+    "rank of 1 row": ("rank", {}, ("width", "chunks")),
 }
 
 
@@ -104,7 +130,14 @@ def divisible(name: str, kind: str) -> bool:
 
 
 def build(name: str, capability: int) -> dict[str, Any]:
-    kernel, types, constants, warps = KERNELS[name]
+    ones: tuple[str, ...] = ()
+    if name in VARIANTS:
+        name, other_types, ones = VARIANTS[name]
+        kernel, types, constants, warps = KERNELS[name]
+        types = types | other_types
+    else:
+        kernel, types, constants, warps = KERNELS[name]
+    constants = constants | dict.fromkeys(ones, 1)
     kinds = {
         arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names
     }
@@ -140,6 +173,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 if __name__ == "__main__":
     capability = int(sys.argv[1])
     names = [
-        name for name, kernel in KERNELS.items() if capability >= 89 or "fp8" not in str(kernel)
+        name
+        for name, kernel in (KERNELS | VARIANTS).items()
+        if capability >= 89 or "fp8" not in name + str(kernel)
     ]
     print(json.dumps({name: build(name, capability) for name in names}, indent=1))

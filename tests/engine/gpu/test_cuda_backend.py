@@ -289,6 +289,6 @@ def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) 
     )
     runner.graphs = True
     runner.capture()
-    assert sorted(runner._captured) == [1, 2, 4, 8]
+    assert sorted(runner._layer_graphs) == [1, 2, 4, 8]
     assert len(made) == 1
-    assert used == made * 4
+    assert used == made * 8, "layers and sampling of each width"

@@ -6,23 +6,27 @@ import datetime
 import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from diptych.engine.gpu.decode import DecodeRunner, LaunchedStep
+from diptych.engine.gpu.decode import DecodeRunner, PendingRows
 from diptych.engine.gpu.plan import (
     PADDING_BLOCK,
+    ROW_FIELDS,
     BlockTables,
-    DecodeRow,
+    DecodeRows,
+    RowField,
     bucket_size,
     bucket_sizes,
-    pack_rows,
+    pad_rows,
+    plain_fields,
 )
 from diptych.engine.gpu.random_model import make_random_model
 from diptych.engine.gpu.roofline import LLAMA_3_8B
+from diptych.engine.gpu.sampling import SampledRows
 from diptych.engine.rank_processes import RankLost, RankProcesses
 
 TINY = {
@@ -31,8 +35,21 @@ TINY = {
 }
 
 
-def row(blocks: list[int], position: int = 0, source: int = 1, seed: int = 0) -> DecodeRow:
-    return DecodeRow(source, position, blocks, seed, position + 1, 0.5)
+@dataclass(frozen=True)
+class Row:
+    blocks: list[int]
+    position: int = 0
+    source: int = 1
+    seed: int = 0
+
+
+def rows_of(rows: list[Row]) -> DecodeRows:
+    return DecodeRows.build(
+        [plain_fields(row.seed, 0.5) for row in rows],
+        sources=[row.source for row in rows],
+        lengths=[row.position + 1 for row in rows],
+        blocks=[row.blocks for row in rows],
+    )
 
 
 def test_a_bucket_holds_its_rows_and_wastes_little() -> None:
@@ -45,24 +62,25 @@ def test_a_bucket_holds_its_rows_and_wastes_little() -> None:
 
 
 def test_padding_has_no_position_and_seeds_keep_their_bits() -> None:
-    told = pack_rows([row([4], 7, source=-3, seed=2**64 - 1)], 4)
+    told = pad_rows(rows_of([Row([4], 7, source=-3, seed=2**64 - 1)]).packed, 4)
+    assert told.shape == (ROW_FIELDS, 4)
     assert told[:4, 0].tolist() == [-3, 7, -1, 8]
-    assert told[4].view(np.float64)[0] == 0.5
-    assert told[1].tolist() == [7, -1, -1, -1]
+    assert told[RowField.TEMPERATURE].view(np.float64)[0] == 0.5
+    assert told[RowField.POSITION].tolist() == [7, -1, -1, -1]
     assert PADDING_BLOCK == 0  # block 0 is nobody's (`blocks.BlockPool`)
 
 
 def test_only_rows_whose_blocks_changed_are_sent() -> None:
     tables = BlockTables(np.zeros((4, 5), np.int32), [[]] * 4, [0] * 4)
     first, second, third = [3], [4, 5], [6]
-    rows = [row(first), row(second), row(third)]
-    assert tables.update(rows) == [0, 1, 2]
-    assert tables.update(rows) == []
+    lists = [first, second, third]
+    assert tables.update(lists) == [0, 1, 2]
+    assert tables.update(lists) == []
     second.append(9)
-    assert tables.update(rows) == [1]
+    assert tables.update(lists) == [1]
     assert tables.device_tables[1, :3].tolist() == [4, 5, 9]
-    rows[1] = row([4, 7, 9])  # another sequence with the same ends
-    assert tables.update(rows) == [1]
+    lists[1] = [4, 7, 9]  # another sequence with the same ends
+    assert tables.update(lists) == [1]
     assert tables.device_tables[1, :3].tolist() == [4, 7, 9]
 
 
@@ -71,11 +89,11 @@ def test_padding_touches_nobodys_blocks() -> None:
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
     runner = DecodeRunner(decoder, ops, 4, 256, 64)
-    rows = [row([1 + 2 * i, 2 + 2 * i], 64 * (i % 2) + i) for i in range(4)]
-    runner.launch(rows).read()
+    rows = [Row([1 + 2 * i, 2 + 2 * i], 64 * (i % 2) + i) for i in range(4)]
+    runner.launch(rows_of(rows)).read()
     keys = decoder.pool.layer(0)[0]
     before = keys.clone()
-    runner.launch([replace(one, position=one.position + 1) for one in rows[:3]]).read()
+    runner.launch(rows_of([replace(one, position=one.position + 1) for one in rows[:3]])).read()
     changed = (keys != before).any(-1).any(1).nonzero().tolist()
     assert changed == [[0, 0], [1, 1], [4, 2], [5, 3]]
 
@@ -85,9 +103,9 @@ def test_a_row_that_gave_no_token_does_not_end_the_step_behind_it() -> None:
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
     runner = DecodeRunner(decoder, ops, 2, 256, 64)
-    runner._buffers.token_ids.fill_(2**31 - 1)
-    ids, peaks = runner.launch([row([1], 0, source=-1)]).read()
-    assert math.isfinite(peaks[0]) and 0 <= ids[0] < TINY["vocab"]
+    runner._sampled.token_ids.fill_(2**31 - 1)
+    drawn = runner.launch(rows_of([Row([1], 0, source=-1)])).read()
+    assert math.isfinite(drawn.peaks[0]) and 0 <= drawn.token_ids[0] < TINY["vocab"]
 
 
 class Stuck:
@@ -106,19 +124,20 @@ class Stuck:
 
 
 def test_a_step_of_ranks_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    ids, peaks = torch.tensor([7]), torch.tensor([0.5])
+    host = SampledRows.allocate(1, torch.device("cpu"))
+    host.token_ids[0] = 7
     follower = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     ranks = RankProcesses(dist.HashStore(), [follower])
-    assert LaunchedStep(1, ids, peaks, Stuck(3), ranks).read() == ([7], [0.5])
+    assert PendingRows(1, host, Stuck(3), ranks).read().token_ids == [7]
     monkeypatch.setattr(
         "diptych.engine.rank_processes.COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=0.05)
     )
     with pytest.raises(RankLost, match="hangs"):
-        LaunchedStep(1, ids, peaks, Stuck(math.inf), ranks).read()
+        PendingRows(1, host, Stuck(math.inf), ranks).read()
     monkeypatch.undo()
     follower.communicate()
     with pytest.raises(RankLost, match="ended"):
-        LaunchedStep(1, ids, peaks, Stuck(math.inf), ranks).read()
+        PendingRows(1, host, Stuck(math.inf), ranks).read()
 
 
 def test_ids_come_from_the_step_before() -> None:
@@ -126,9 +145,9 @@ def test_ids_come_from_the_step_before() -> None:
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
     runner = DecodeRunner(decoder, ops, 2, 256, 64)
-    first = [row([1], 0, source=5, seed=1), row([2], 0, source=9, seed=2)]
-    ids, _ = runner.launch(first).read()
+    first = rows_of([Row([1], 0, source=5, seed=1), Row([2], 0, source=9, seed=2)])
+    ids = runner.launch(first).read().token_ids
     assert ids[0] != ids[1]
-    ahead = runner.launch([row([2], 1, source=-2)]).read()
+    ahead = runner.launch(rows_of([Row([2], 1, source=-2)])).read().token_ids
     runner.launch(first).read()
-    assert runner.launch([row([2], 1, source=ids[1])]).read() == ahead
+    assert runner.launch(rows_of([Row([2], 1, source=ids[1])])).read().token_ids == ahead

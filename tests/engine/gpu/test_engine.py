@@ -11,7 +11,7 @@ import torch
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.exactness import is_exact
-from diptych.engine.gpu.plan import ROW_FIELDS
+from diptych.engine.gpu.plan import ROW_FIELDS, RowField
 from diptych.engine.rank_processes import DecodeStep
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.protos.frames import Sampling
@@ -30,16 +30,30 @@ def engine(folder: Path, attention: str, **fields) -> Engine:
 
 
 def answers(owner: Engine, length: int = 90) -> dict[str, list[int]]:
-    """A prompt in chunks and two short ones, that decode together; one is drawn, two are greedy."""
-    samplings = Sampling(4), Sampling(5), Sampling(6, temperature=0.9, seed=2**63 + 5)
+    """A prompt in chunks and some short ones, that decode together: greedy, drawn, and penalized."""
+    samplings = (
+        Sampling(4),
+        Sampling(5, prompt_logprobs=2),
+        Sampling(6, temperature=0.9, seed=2**63 + 5),
+        Sampling(
+            6, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.3, seed=3, logprobs=2
+        ),
+        Sampling(6, frequency_penalty=2.0, logit_bias=((9, 3.0),), min_tokens=3, stop_ids=(9,)),
+    )
     found = rig.finish(
         owner,
         [
             rig.request(owner, f"r{index}", rig.prompt(size, index), sampling)
-            for index, (size, sampling) in enumerate(zip((3, length, 9), samplings, strict=True))
+            for index, (size, sampling) in enumerate(
+                zip((3, length, 9, 5, 7), samplings, strict=True)
+            )
         ],
     )
     return {name: [token.id for token in tokens] for name, tokens in found.items()}
+
+
+def forbidden(*_: object) -> None:
+    raise AssertionError("logits went to the host")
 
 
 def same_tokens(folder: Path, **fields) -> None:
@@ -47,12 +61,17 @@ def same_tokens(folder: Path, **fields) -> None:
     launches = ours._pipeline._runner.launch
     lead: list[int] = []
 
-    def launch(rows):
-        lead.append(sum(row.source < 0 for row in rows))
-        return launches(rows)
+    def launch(rows, **named):
+        lead.append(int((rows.packed[RowField.SOURCE] < 0).sum()))
+        return launches(rows, **named)
 
     ours._pipeline._runner.launch = launch
-    assert answers(ours, 66) == answers(engine(folder, "torch"), 66)
+    with pytest.MonkeyPatch.context() as patch:
+        # steps with prefill are sampled on the device too, and prompts are scored there
+        patch.setattr("diptych.engine.engine.sample_tokens", forbidden)
+        patch.setattr("diptych.engine.engine.score_prompt", forbidden)
+        found = answers(ours, 66)
+    assert found == answers(engine(folder, "torch"), 66)
     assert sum(lead) >= 6, "no step took its ids from the device"
 
 
@@ -101,17 +120,6 @@ def test_exact_bits_do_not_depend_on_the_batch(small: Callable[[str], Path]) -> 
     owner = engine(small("llama"), "triton", exact=True)
     assert is_exact(owner._model, owner.options.limits.block_tokens)
     assert owner.kernels.startswith("exact on cpu by 256")
-
-
-@pytest.mark.long
-def test_what_the_device_cannot_draw_is_drawn_by_the_host(small: Callable[[str], Path]) -> None:
-    folder, found = small("llama"), []
-    for attention in ("triton", "torch"):
-        owner = engine(folder, attention)
-        sampling = Sampling(3, temperature=0.8, seed=4, top_k=20, logprobs=2)
-        tokens = rig.alone(owner, rig.prompt(20), sampling)
-        found.append([(token.id, len(token.top)) for token in tokens])
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(

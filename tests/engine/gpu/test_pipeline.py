@@ -6,14 +6,18 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
+from diptych.engine.gpu.drawn import DrawnRows
 from diptych.engine.gpu.layer_events import LayerCallbacks
-from diptych.engine.gpu.pipeline import DecodePipeline, device_can_sample
-from diptych.engine.gpu.plan import DecodeRow
+from diptych.engine.gpu.pipeline import DecodePipeline
+from diptych.engine.gpu.plan import LIST_SIZE, PROMPT_BIT, TOP_SIZE, DecodeRows, RowField
+from diptych.engine.gpu.slot_update import SlotUpdate
+from diptych.engine.gpu.slots import SlotTable, device_can_sample
 from diptych.engine.pacing import StepWork
 from diptych.engine.scheduler import Scheduler
 from diptych.engine.sequence import Sequence, SequenceOutput
-from diptych.protos.frames import Grammar, Sampling, Token
+from diptych.protos.frames import Grammar, Sampling, ThinkingBudget, Token
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,12 +43,38 @@ def expected(one: Sequence, count: int, stop: int) -> list[int]:
 @dataclass
 class Ticket:
     device: Device
-    ids: list[int]
-    peaks: list[float]
+    rows: list[Row]
+    ids: list[int] = field(default_factory=list)
 
-    def read(self) -> tuple[list[int], list[float]]:
+    def draw(self, update: SlotUpdate, required_ids: np.ndarray | None = None) -> None:
+        assert not self.ids, "sampled twice"
+        last = self.device.last
+        ids = [row.source if row.source >= 0 else last[-1 - row.source] for row in self.rows]
+        self.ids = [model(i, r.position, r.seed) for i, r in zip(ids, self.rows, strict=True)]
+        if required_ids is not None:
+            self.device.late_draws += 1
+            self.ids = [
+                required if required >= 0 else drawn
+                for required, drawn in zip(required_ids.tolist(), self.ids, strict=True)
+            ]
+        self.device.last = self.ids
+        self.device.updates.append(update)
+
+    def read(self) -> DrawnRows:
+        assert self.ids, "its sampling was not launched"
         self.device.under_way.discard(id(self))
-        return self.ids, self.peaks
+        numbers = np.full(len(self.rows), self.device.peak, np.float32)
+        none = np.zeros((len(self.rows), 0))
+        return DrawnRows(self.ids, numbers, numbers, numbers, none, none)
+
+
+@dataclass(frozen=True)
+class Row:
+    source: int
+    position: int
+    seed: int
+    draw: int
+    blocks: list[int]
 
 
 @dataclass
@@ -53,20 +83,26 @@ class Device:
 
     s: Scheduler
     row_limit: int = 64
-    steps: list[list[DecodeRow]] = field(default_factory=list)
+    slot_table: SlotTable = field(default_factory=lambda: SlotTable(64, 100))
+    steps: list[list[Row]] = field(default_factory=list)
+    updates: list[SlotUpdate] = field(default_factory=list)
     last: list[int] = field(default_factory=list)
     under_way: set[int] = field(default_factory=set)
     peak: float = 1.0
+    late_draws: int = 0
 
-    def launch(self, rows: list[DecodeRow]) -> Ticket:
+    def launch(self, told: DecodeRows, *, draw: bool = True) -> Ticket:
+        names = (RowField.SOURCE, RowField.POSITION, RowField.SEED, RowField.DRAW)
+        fields = zip(*(told.packed[name].tolist() for name in names), strict=True)
+        rows = [Row(*of, blocks) for of, blocks in zip(fields, told.blocks, strict=True)]
         for row in rows:
             assert row.position < len(row.blocks) * 64, "its KV has no place"
         writes = Counter(row.blocks[row.position // 64] for row in rows)
         assert set(writes.values()) <= {1}, "two rows write to one block"
-        ids = [row.source if row.source >= 0 else self.last[-1 - row.source] for row in rows]
-        self.last = [model(i, r.position, r.seed) for i, r in zip(ids, rows, strict=True)]
         self.steps.append(rows)
-        ticket = Ticket(self, self.last, [self.peak] * len(rows))
+        ticket = Ticket(self, rows)
+        if draw:
+            ticket.draw(self.slot_table.take_update())
         self.under_way.add(id(ticket))
         assert len(self.under_way) <= 2
         return ticket
@@ -214,27 +250,73 @@ def test_damage_ends_its_sequence_with_the_reason(peak: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "here"),
+    "sampling",
     [
-        (Sampling(9), True),
-        (Sampling(9, temperature=1.0), True),
-        (Sampling(9, temperature=0.0, top_k=5), True),  # greedy takes the largest anyway
-        (Sampling(9, temperature=1.0, top_k=5), False),
-        (Sampling(9, temperature=1.0, top_p=0.9), False),
-        (Sampling(9, temperature=1.0, min_p=0.1), False),
-        (Sampling(9, logprobs=0), False),
-        (Sampling(9, repetition_penalty=1.1), False),
-        (Sampling(9, presence_penalty=0.5), False),
-        (Sampling(9, frequency_penalty=0.5), False),
-        (Sampling(9, logit_bias=((3, 1.0),)), False),
-        (Sampling(9, min_tokens=2), False),
-        (Sampling(9, grammar=Grammar("regex", "a+")), False),
+        Sampling(9),
+        Sampling(9, temperature=1.0),
+        Sampling(9, temperature=0.6, top_p=0.9),
+        Sampling(9, temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+        Sampling(9, temperature=1.0, min_p=0.1),
+        Sampling(9, logprobs=20),
+        Sampling(9, logprobs=1, logprob_ids=(3, 4)),
+        Sampling(9, presence_penalty=0.5),
+        Sampling(9, frequency_penalty=0.5),
+        Sampling(9, logit_bias=((3, 1.0),)),
+        Sampling(9, min_tokens=2),
+        Sampling(9, allowed_ids=(3, 5)),
+        Sampling(9, grammar=Grammar("regex", "a+")),
+        Sampling(9, thinking=ThinkingBudget(4, 8, (7,))),
     ],
 )
-def test_what_needs_the_host_is_left_to_it(sampling: Sampling, here: bool) -> None:
+def test_the_device_samples_whatever_is_asked(sampling: Sampling) -> None:
+    """One row that the device could not draw would send the whole batch through the host."""
     one = seq("a", 5)
     one.sampling = sampling
-    assert device_can_sample(one) == here
+    assert device_can_sample(one)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(9, logprobs=TOP_SIZE + 1),
+        Sampling(9, logit_bias=tuple((token_id, 1.0) for token_id in range(LIST_SIZE + 1))),
+    ],
+)
+def test_what_fits_into_no_slot_is_left_to_the_host(sampling: Sampling) -> None:
+    one = seq("a", 5)
+    one.sampling = sampling
+    assert not device_can_sample(one)
+
+
+def test_a_spent_budget_of_thinking_is_sampled_behind_the_id_that_spends_it() -> None:
+    """The layers of the next step are launched before that id is read, its sampling behind it."""
+    world = World(scheduler(30))
+    one = request("a", 10, 12)
+    one.sampling = Sampling(12, seed=3, thinking=ThinkingBudget(4, 77))
+    other = request("b", 12, 12)
+    alone = expected(other, 12, -1)
+    for sequence in (one, other):
+        world.s.add(sequence)
+    for _ in range(40):
+        world.step()
+    assert world.tokens()["a"][4] == 77 and 77 not in world.tokens()["a"][:4]
+    assert world.tokens()["b"] == alone
+    assert 1 <= world.device.late_draws <= 3, "only the steps at the border wait"
+
+
+def test_counts_follow_a_sequence_from_step_to_step() -> None:
+    """The device counts what it draws; the host names each id before the run once."""
+    world = World(scheduler(30))
+    one = request("a", 10, 20)
+    one.sampling = Sampling(20, seed=3, frequency_penalty=0.5)
+    world.s.add(one)
+    for _ in range(30):
+        world.step()
+    counted = np.frombuffer(b"".join(u.triples for u in world.device.updates), np.int32)
+    triples = counted.reshape(-1, 3)
+    assert len(triples) == 11, "the prompt and the id of the prefill, once"
+    assert (triples[:10, 2] == PROMPT_BIT).all() and triples[10, 2] == 1
+    assert [u.cleared for u in world.device.updates if u.cleared] == [[triples[0, 0]]]
 
 
 class Event:

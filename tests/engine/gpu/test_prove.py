@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
+import zipfile
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from diptych.engine.gpu import prove, prove_attention, roofline
+from diptych.engine.gpu import bundle, prove, prove_attention, roofline
+from diptych.engine.gpu.drawn import DrawnRows
+from diptych.engine.gpu.prove_state import ProofState
 from diptych.engine.gpu.report import markdown_table
 from diptych.engine.gpu.roofline import (
     LLAMA_3_8B,
@@ -156,8 +166,9 @@ class Runner:
     def launch(self, rows: list) -> Runner:
         return self
 
-    def read(self) -> tuple[list[int], list[float]]:
-        return [1], [0.5]
+    def read(self) -> DrawnRows:
+        numbers = np.array([0.5], np.float32)
+        return DrawnRows([1], numbers, numbers, numbers, numbers, numbers)
 
 
 class Bench:
@@ -176,13 +187,124 @@ def test_after_a_failed_capture_the_first_model_runs_without_graphs(
     bench = Bench()
     monkeypatch.setattr(prove, "ceilings", lambda device: H200)
     monkeypatch.setattr(prove, "DecodeBench", lambda *_: bench)
-    titles = []
-    for title, make_section in prove.sections(True, CPU):
-        if title in ("Capture", "Graphs"):
-            make_section()
-        titles.append(title)
+    titles = [title for title, _ in prove.device_parts(prove.ProofSize.small(), CPU)]
     assert "Capture" in titles and "Graphs" not in titles
     assert not bench.runner.graphs
+
+
+def fake_sections(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
+    """Two sections, of which the second has a part that breaks."""
+
+    def part(name: str, *, breaks: bool = False) -> prove.ProofSection:
+        calls.append(name)
+        if breaks:
+            raise RuntimeError("CUDA error")
+        return prove.ProofSection(name, ["fine"])
+
+    def first(size, device):
+        yield "a", partial(part, "a")
+
+    def second(size, device):
+        yield "b", partial(part, "b", breaks=True)
+        yield "c", partial(part, "c")
+        raise RuntimeError("no model")
+
+    monkeypatch.setattr(prove, "SECTIONS", {"first": first, "second": second})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(prove, "describe_machine", lambda device: {"device": "a fake"})
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr("sys.argv", ["prove", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        prove.main()
+    return int(ended.value.code or 0)
+
+
+def test_a_section_runs_alone_and_a_run_goes_on_where_it_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+    fake_sections(monkeypatch, calls)
+    state = tmp_path / "proof.json"
+    assert run_cli(monkeypatch, "--state", str(state), "--section", "first") == 0
+    assert calls == ["a"]
+    assert run_cli(monkeypatch, "--state", str(state)) == 1
+    assert calls == ["a", "b", "c"], "the first section was made again, or the second cut short"
+    stored = json.loads(state.read_text())
+    assert stored["machine"] == {"device": "a fake"}
+    assert [part["title"] for part in stored["sections"]["second"]] == ["b", "c", "Preparation"]
+    assert "## second: b - FAILED" in state.with_suffix(".md").read_text()
+    assert run_cli(monkeypatch, "--state", str(state), "--again", "--section", "first") == 0
+    assert calls[3:] == ["a"]
+
+
+def test_what_has_no_time_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fake_sections(monkeypatch, calls)
+    made = prove.make_section("second", prove.ProofSize.small(), CPU, deadline_s=-1)
+    assert calls == [] and "time is over" in made[0].lines[0]
+
+
+def test_results_of_another_machine_are_not_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "proof.json"
+    state = ProofState({"device": "one"}, {"device": [prove.ProofSection("a", ["b"])]})
+    state.write(path)
+    assert ProofState.read(path, {"device": "one"}).sections == state.sections
+    assert ProofState.read(path, {"device": "other"}).sections == {}
+
+
+def test_attention_is_laid_out_for_what_is_served() -> None:
+    served = prove.ProofSize.full().served()
+    assert served.max_positions == 4096 + prove.BLOCK_TOKENS < LLAMA_3_8B.max_positions
+
+
+def test_the_device_samplers_section_compares_it_with_the_hosts() -> None:
+    section = prove.sampling_section(CPU, vocab=300, rows=6)
+    assert not section.failed and section.lines[0].startswith("6 of 6")
+
+
+def wheel(name: str, folder: Path) -> str | None:
+    """A wheel without a registry: one package has none, another is too large."""
+    if name == "xxhash":
+        return "no matching distribution"
+    with zipfile.ZipFile(folder / f"{name}-1.0-cp312-none-any.whl", "w") as file:
+        file.writestr(f"{name.replace('-', '_')}/__init__.py", "number = 7\n")
+        if name.startswith("nixl"):
+            file.writestr("large.so", os.urandom(1 << 16))
+    return None
+
+
+def test_a_bundle_is_importable_from_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "SIZE_LIMIT", 32 << 20)
+    folder = tmp_path / "bundle"
+    made = bundle.make_bundle(folder, wheel)
+    assert "msgspec-1.0-cp312-none-any.whl" in made.packed
+    assert made.missing == ["xxhash: no matching distribution"]
+    code = "import diptych.engine.gpu.report, msgspec; print(diptych.__file__, msgspec.number)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": str(folder)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == [str(folder / "diptych" / "__init__.py"), "7"], done.stderr
+    with pytest.raises(FileExistsError, match="not empty"):
+        bundle.make_bundle(folder, wheel)
+
+
+def test_what_is_too_large_for_a_machine_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "SIZE_LIMIT", 0)
+    made = bundle.make_bundle(tmp_path / "bundle", wheel)
+    assert made.packed == [] and len(made.missing) == len(bundle.REQUIRED + bundle.OPTIONAL)
+    assert "what is left of 64 MiB" in (tmp_path / "bundle" / "MISSING.txt").read_text()
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -1,0 +1,136 @@
+"""How much of the host's time a decode step takes, beside a device that takes none.
+
+    python -m diptych.engine.bench.host_step              # 256 rows, published sampling defaults
+
+The scheduler, the pipeline, packing and booking are the engine's own; the device is a stand-in that
+gives every row the same id at once. Prints JSON with milliseconds of CPU time per step: their median
+over runs of steps, which other processes on the machine disturb less than wall-clock time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from ...kv_transfer.statistics import Histogram
+from ...protos.frames import Sampling
+from ..blocks import BlockPool
+from ..engine import PREEMPTION_BOUNDS, Engine
+from ..gpu.drawn import DrawnRows
+from ..gpu.pipeline import DecodePipeline
+from ..gpu.plan import BlockTables, DecodeRows, RowField, bucket_size, pad_rows
+from ..gpu.slot_update import SlotUpdate
+from ..gpu.slots import SlotTable
+from ..options import SchedulerLimits
+from ..scheduler import Scheduler
+from ..sequence import Sequence
+
+VOCAB = 128_256
+PROMPT_TOKENS = 1024
+STEPS = 60  #: Of a run.
+RUNS = 7
+
+#: The published generation defaults of some models.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "llama-3.1": {"temperature": 0.6, "top_p": 0.9},
+    "qwen-2.5": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
+    "qwen-3": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+}
+
+
+class InstantStep:
+    """A step that is done as soon as it is launched."""
+
+    def __init__(self, rows: int) -> None:
+        numbers = np.ones(rows, np.float32)
+        none = np.zeros((rows, 0))
+        self._drawn = DrawnRows([7] * rows, numbers, numbers, numbers, none, none)
+
+    def draw(self, update: SlotUpdate, required_ids: np.ndarray | None = None) -> None:
+        """Nothing is left to do."""
+
+    def read(self) -> DrawnRows:
+        """Return the rows."""
+        return self._drawn
+
+
+class InstantRunner:
+    """Packs steps as `gpu.decode.DecodeRunner` does, for no device."""
+
+    def __init__(self, row_limit: int, blocks: int) -> None:
+        self.row_limit = row_limit
+        self.slot_table = SlotTable(row_limit, VOCAB)
+        tables = np.zeros((row_limit, blocks), np.int32)
+        self._tables = BlockTables(tables, [[]] * row_limit, [0] * row_limit)
+        self._host_rows = np.zeros((len(RowField), row_limit), np.int64)
+
+    def launch(self, rows: DecodeRows, *, draw: bool = True) -> InstantStep:
+        """Pack a step."""
+        width = bucket_size(len(rows))
+        self._host_rows[:, :width] = pad_rows(rows.packed, width)
+        changed = self._tables.update(rows.blocks)
+        if changed:
+            self._tables.device_tables[changed[0] : changed[-1] + 1].copy()
+        if draw:
+            self.slot_table.take_update()
+        return InstantStep(len(rows))
+
+    def draw_rows(self, logits: Any, rows: DecodeRows, update: SlotUpdate) -> InstantStep:
+        """Not used: no step has prefill here."""
+        raise NotImplementedError
+
+    def score_rows(self, logits: Any, rows: DecodeRows) -> Any:
+        """Not used: no prompt is scored here."""
+        raise NotImplementedError
+
+
+def measure(row_count: int, sampling: dict[str, Any]) -> float:
+    """Return the median milliseconds of CPU time of a step of `row_count` rows."""
+    answer_tokens = 2 * STEPS * RUNS
+    block_tokens = SchedulerLimits().block_tokens
+    blocks_of_row = -(-(PROMPT_TOKENS + answer_tokens) // block_tokens) + 1
+    limits = SchedulerLimits(max_running=row_count, watermark=0.0)
+    engine = Engine.__new__(Engine)  # booking needs no model
+    engine.scheduler = Scheduler(BlockPool(row_count * blocks_of_row + 1), limits)
+    engine.request_preemptions = Histogram(PREEMPTION_BOUNDS)
+    for row in range(row_count):
+        chosen = Sampling(answer_tokens, seed=row, stop_ids=(1, 2), **sampling)
+        sequence = Sequence(
+            (f"request-{row}", 0), list(range(PROMPT_TOKENS)), PROMPT_TOKENS, chosen
+        )
+        assert engine.scheduler.reserve(sequence)
+        sequence.token_ids.append(7)
+        engine.scheduler.commit(sequence)
+    runner = InstantRunner(bucket_size(row_count), blocks_of_row)
+    pipeline = DecodePipeline(
+        runner, engine.scheduler, engine._book_token, PROMPT_TOKENS + answer_tokens
+    )
+    pipeline.start(engine.scheduler.plan().decode)
+    pipeline.step()
+    found: list[float] = []
+    for _ in range(RUNS):
+        began = time.process_time()
+        for _ in range(STEPS):
+            outputs = pipeline.step()
+            assert outputs and len(outputs) == row_count
+        found.append((time.process_time() - began) / STEPS)
+    return median(found) * 1e3
+
+
+def main() -> None:
+    """Print the figures as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=256)
+    row_count = parser.parse_args().rows
+    figures = {name: round(measure(row_count, fields), 3) for name, fields in PUBLISHED.items()}
+    print(json.dumps({"rows": row_count, "host_ms_per_step": figures}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Packs what a bare machine needs to run the proof: this package, and wheels that it may lack.
+
+    python -m diptych.engine.gpu.prove --bundle FOLDER
+
+Such a machine has torch and Triton, its own Python, and reaches no registry. The folder is put on
+its PYTHONPATH: wheels are unpacked into it, so that nothing is installed there. What could not be
+had, or is too large, is named in MISSING.txt; the proof leaves out what needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+#: What is imported and does not come with torch, the most needed first.
+REQUIRED = ("msgspec", "xxhash", "annotated-types", "llguidance", "safetensors")
+#: What some parts of the proof need.
+OPTIONAL = ("nixl-cu13",)
+
+#: The Python of the lent machines.
+PYTHON_TAG = "3.12"
+#: A registry's wheels name one of these, exactly.
+PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)))
+
+#: A machine takes so many bytes, packed.
+SIZE_LIMIT = 64 << 20
+
+#: Seconds that a registry may take for one wheel.
+DOWNLOAD_S = 120.0
+
+#: Folders of the package that the proof needs.
+PACKAGES = ("engine", "kv_transfer", "protos")
+
+#: Puts the wheel of a package into a folder, and returns why it could not.
+Download: TypeAlias = Callable[[str, Path], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What was packed."""
+
+    packed: list[str]  #: Names of wheels.
+    missing: list[str]  #: Names of packages, each with the reason.
+    size_bytes: int  #: Of the package and the wheels, as they travel.
+
+
+def download_wheel(name: str, folder: Path) -> str | None:
+    """Fetch the wheel of a package, in the version that is installed here, for `PYTHON_TAG`."""
+    try:
+        wanted = f"{name}=={importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:
+        wanted = name
+    platforms = [part for platform in PLATFORMS for part in ("--platform", platform)]
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
+        *("--python-version", PYTHON_TAG, "--implementation", "cp", *platforms),
+        *("-d", str(folder), wanted),
+    ]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=DOWNLOAD_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {DOWNLOAD_S:.0f} s"
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"pip ended with {done.returncode}"
+
+
+def make_bundle(folder: Path, download: Download = download_wheel) -> Bundle:
+    """Fill `folder`, which must be empty or new. Raises FileExistsError where it is not."""
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: name a new folder")
+    package = folder / "diptych"
+    package.mkdir(parents=True)
+    root = Path(__file__).parents[2]
+    ignore = shutil.ignore_patterns("__pycache__", "*.so", "tests")
+    for name in PACKAGES:
+        shutil.copytree(root / name, package / name, ignore=ignore)
+    (package / "__init__.py").write_text('"""The part of Diptych that the proof needs."""\n')
+    size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
+    packed: list[str] = []
+    missing: list[str] = []
+    for name in (*REQUIRED, *OPTIONAL):
+        wheels = folder / ".wheels" / name
+        wheels.mkdir(parents=True)
+        reason = download(name, wheels)
+        found = sorted(wheels.glob("*.whl"))
+        if reason is None and not found:
+            reason = "no wheel came"
+        if reason is None and size + found[0].stat().st_size > SIZE_LIMIT:
+            reason = f"{found[0].stat().st_size >> 20} MiB are more than what is left of 64 MiB"
+        if reason:
+            missing.append(f"{name}: {reason}")
+            continue
+        size += found[0].stat().st_size
+        with zipfile.ZipFile(found[0]) as wheel:
+            wheel.extractall(folder)
+        packed.append(found[0].name)
+    shutil.rmtree(folder / ".wheels")
+    (folder / "MISSING.txt").write_text("".join(f"{line}\n" for line in missing))
+    return Bundle(packed, missing, size)

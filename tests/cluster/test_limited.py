@@ -143,6 +143,23 @@ def test_no_more_wait_than_may(limits: Callable[..., None]) -> None:
 
 
 @pytest.mark.usefixtures("nothing_leaks")
+def test_a_process_that_somebody_kills_in_the_middle_is_replaced(
+    limits: Callable[..., None],
+) -> None:
+    limits()
+    before = set(psutil.Process().children())
+    texts = ChatTemplates("{% if brief %}" + BRIEF_LOOP + "{% endif %}{{ messages }}", "")
+    assert texts.render(QUICK, tools=False) == "hello"
+    (process,) = set(psutil.Process().children()) - before
+    rendering = Rendering(texts, {**QUICK, "brief": True})
+    eventually(lambda: not texts._processes._idle)
+    process.kill()
+    rendering.end()
+    assert (rendering.text, rendering.error) == ("hello", None)
+    texts.close()
+
+
+@pytest.mark.usefixtures("nothing_leaks")
 def test_closing_ends_those_that_wait(limits: Callable[..., None]) -> None:
     limits(LIMIT_S=2.0)
     texts = ChatTemplates(TEMPLATE, "")

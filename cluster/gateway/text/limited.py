@@ -67,6 +67,10 @@ class OverLimitError(RefusedError):
     """The work took too much time or memory."""
 
 
+class DiedError(OverLimitError):
+    """The process that did the work has ended, by itself or by somebody's kill."""
+
+
 class BusyError(RefusedError):
     """The work had to make way for others, or found no process in time; another try may help."""
 
@@ -108,14 +112,19 @@ class LimitedProcesses:
         Raises RefusedError if the process refuses the request. Two errors are kinds of it:
         OverLimitError if the request takes too much, and BusyError if it finds no process in time,
         makes way for others, or no process can be started. The start of a process does not count
-        for the limits of time.
+        for the limits of time. A process that ends in the middle may have been killed by somebody:
+        another one tries once more.
         """
         child = self._take_place()
         try:
             if child is None or not child.turn_to(request):
                 child = None  # the last one may have ended meanwhile
                 child = self._start_child()
-            return child.ask(request, self._is_contested)
+            try:
+                return child.ask(request, self._is_contested)
+            except DiedError:
+                child = self._start_child()
+                return child.ask(request, self._is_contested)
         finally:
             self._put_back(child)
 
@@ -132,6 +141,8 @@ class LimitedProcesses:
             self._idle.pop()
         try:
             return child.ask_briefly(request)
+        except DiedError:
+            return None  # `ask` tries again
         finally:
             self._put_back(child)
 
@@ -195,6 +206,8 @@ class LimitedProcesses:
 
     def _start_child(self) -> _Child:
         """Start a process, and send it its setup. Raises BusyError."""
+        if self._is_closed:
+            raise BusyError("the gateway ends")
         try:
             child = _Child(self._module, self._limits)
         except OSError as error:  # no more processes, memory or files
@@ -416,10 +429,10 @@ class _Child:
         self.end()
         return OverLimitError(f"it takes more than {limit_s:g} s")
 
-    def _died(self) -> OverLimitError:
+    def _died(self) -> DiedError:
         """Give up a process that has ended; return what to raise."""
         self.end()
-        return OverLimitError("the process that did it ended: it takes too much memory or time")
+        return DiedError("the process that did it ended: it takes too much memory or time")
 
 
 def _never() -> bool:

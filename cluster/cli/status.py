@@ -113,17 +113,19 @@ def show(cluster: dict[str, Any], output: str) -> None:
 def headline(cluster: dict[str, Any]) -> str:
     """Return the cluster's state, model, age, load and goodput in one line.
 
-    `missing` are roles and processes without which no request can be served.
+    Behind the state stands why it is not healthy; a Control of an older version says less.
     """
     slo = cluster["slo"]
-    missing = f" (missing: {', '.join(cluster['missing'])})" if cluster["missing"] else ""
+    missing = [f"missing: {part}" for part in cluster["missing"]]
+    reasons = "; ".join(cluster.get("reasons", missing))
+    why = f" ({reasons})" if reasons else ""
     window = (cluster["router"] or {}).get("goodput", {"requests": 0})
     goodput = "-"
     if window["requests"]:
         minutes = window["window_s"] / 60
         goodput = f"{window['share']:.1%} of {window['requests']} ({minutes:g} min)"
     return (
-        f"{cluster['state'].upper()}{missing}   model {cluster['model']}   "
+        f"{cluster['state'].upper()}{why}   model {cluster['model']}   "
         f"up {_duration(cluster['uptime_s'])}   running {cluster['requests']['running']}   "
         f"goodput {goodput}   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
     )

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from typing import Any
 
+from ...engine.memory import available_memory
 from ..applications import POOL_DEPLOYMENTS
 from ..config import ClusterConfig
 from ..gateway.attempt.plane import Plane
@@ -26,6 +27,7 @@ from ..gateway.errors import ApiError
 from ..router_service import router_config
 from ..telemetry import ControlTally
 from . import orders
+from .health import HealthWatch
 from .orders import WorkerStatistics
 from .serve import PoolObservation, PoolScaler, ScaleError
 from .status import summarize
@@ -62,6 +64,8 @@ class Operations:
             pool: PoolObservation(target=0, running=[], starting=[], stopping=[])
             for pool in POOL_DEPLOYMENTS
         }
+        self._serve_answers = True  #: when it was last asked
+        self._health = HealthWatch()
         #: Held while an order is judged and carried out.
         self._order_lock = asyncio.Lock()
 
@@ -70,7 +74,13 @@ class Operations:
     async def status(self) -> dict[str, Any]:
         """Return the cluster at a glance, as `GET /admin/v1/cluster` has it."""
         (router, workers), pools = await asyncio.gather(self.plane.inspect(), self._observe_pools())
-        summary = summarize(self.config, pools, router, workers)
+        reasons = self._health.reasons(
+            workers,
+            serve_answers=self._serve_answers,
+            memory_bytes=available_memory(),
+            now=time.monotonic(),
+        )
+        summary = summarize(self.config, pools, router, workers, reasons)
         summary["control"] = {"id": self.plane.hello.name, "pid": os.getpid()}
         return summary
 
@@ -79,7 +89,9 @@ class Operations:
         try:
             async with asyncio.timeout(SERVE_TIMEOUT_S):
                 self._last_pools = await self.pool_scaler.observe()
+            self._serve_answers = True
         except Exception as error:  # Serve raises many types while it restarts its controller
+            self._serve_answers = False
             log.warning("Serve does not answer: %s", str(error) or type(error).__name__)
         return self._last_pools
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ..applications import POOL_DEPLOYMENTS
@@ -29,11 +30,12 @@ def summarize(
     pools: dict[str, PoolObservation],
     router: RouterStatistics | None,
     workers: list[WorkerStatistics],
+    reasons: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the status of the cluster; `router` is None when no router answers.
 
-    `state` is degraded when no request can be served, or a pool has fewer ready workers than it
-    should have. Draining and flipping workers count as the pool's, because the pool lacks no worker
+    `state` is degraded when no request can be served, a pool has fewer ready workers than it should
+    have, or there are other `reasons` (`health.HealthWatch`); "reasons" has them all. Draining and flipping workers count as the pool's, because the pool lacks no worker
     while they change; but they serve no request meanwhile, so a role that only they have is in
     `missing`. A leaving worker counts for neither: its process is about to end.
     `unreached` are targets that are out of reach at the present load.
@@ -47,16 +49,21 @@ def summarize(
         for pool in POOL_DEPLOYMENTS
     }
     missing = _missing_parts(config, router, gateways, workers)
-    pools_are_complete = all(
-        summary["ready"] >= summary["target"] for summary in pool_summaries.values()
-    )
+    all_reasons = [f"missing: {part}" for part in missing]
+    all_reasons += [
+        f"{pool}: {summary['ready']} of {summary['target']} workers"
+        for pool, summary in pool_summaries.items()
+        if summary["ready"] < summary["target"]
+    ]
+    all_reasons += reasons
     request_counts = Counter[str]()
     for gateway in gateways:
         request_counts.update(gateway["requests"])
 
     return {
-        "state": "healthy" if pools_are_complete and not missing else "degraded",
+        "state": "degraded" if all_reasons else "healthy",
         "missing": missing,
+        "reasons": all_reasons,
         "model": gateways[0]["model"] if gateways else config.model.name,
         "uptime_s": max((gateway["uptime_s"] for gateway in gateways), default=0.0),
         "slo": config.slo.model_dump(),
@@ -88,6 +95,9 @@ def summarize_models(statuses: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "state": "healthy" if is_healthy else "degraded",
         "missing": [
             f"{name}: {part}" for name, status in statuses.items() for part in status["missing"]
+        ],
+        "reasons": [
+            f"{name}: {reason}" for name, status in statuses.items() for reason in status["reasons"]
         ],
         "requests": {name: request_counts[name] for name in REQUEST_COUNTS},
         "gateways": _joined_gateways(list(statuses.values())),

@@ -19,12 +19,16 @@ from .live import eventually, free_port
 
 
 class InventedCluster:
-    """In place of `Operations`: `prefill` and `decode` are how many workers have each role."""
+    """In place of `ClusterOperations`, with one model, whose `Operations` it stands for too.
+
+    `prefill` and `decode` are how many workers have each role.
+    """
 
     def __init__(self, config: ClusterConfig, prefill: int, decode: int) -> None:
         self.config = config
         self.actions = deque[dict[str, Any]]()
         self.plane = SimpleNamespace(latest=self.latest)
+        self.models = {"invented-70b": SimpleNamespace(operations=self)}
         self.started = time.monotonic()
         self._counts = {"prefill": prefill, "decode": decode}
         self._tokens = 0
@@ -140,10 +144,8 @@ def invented_control(
 
     async def start() -> http.AdminHttpServer:
         cluster = InventedCluster(config, prefill, decode)
-        nothing = cast("Any", None)
-        application = http.build(
-            cast("Any", cluster), doctor=nothing, autopilot=nothing, metrics_address=""
-        )
+        model_orders = cast("Any", None)
+        application = http.build(cast("Any", cluster), model_orders, metrics_address="")
         history = application.state.history
         now = time.time()
         for age in range(samples, 0, -1):

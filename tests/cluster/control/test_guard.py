@@ -67,10 +67,8 @@ def test_the_port_s_root_leads_to_the_live_page_without_a_key(tmp_path: Path) ->
     operations = SimpleNamespace(config=config)
 
     async def test() -> None:
-        nothing = cast("Any", None)
-        application = build(
-            cast("Any", operations), doctor=nothing, autopilot=nothing, metrics_address=""
-        )
+        model_orders = cast("Any", None)
+        application = build(cast("Any", operations), model_orders, metrics_address="")
         transport = httpx.ASGITransport(application)
         async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
             led = await client.get("/", follow_redirects=True)

@@ -1,0 +1,57 @@
+"""Why a cluster that serves is not well: failing transfers, an absent controller, little memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diptych.cluster.cli.status import headline
+from diptych.cluster.control.health import MEMORY_MIN_BYTES, TRANSFER_WINDOW_S, HealthWatch
+
+from .test_status import WORKERS, told
+
+
+def worker(name: str, **failures: int) -> dict[str, Any]:
+    return {"id": name, "transfer": {"failures": failures}}
+
+
+class Watched:
+    """A cluster that is well, but for what is said."""
+
+    def __init__(self) -> None:
+        self.watch = HealthWatch()
+
+    def look(self, now: float, *workers: dict[str, Any], **changes: Any) -> list[str]:
+        given: dict[str, Any] = {"serve_answers": True, "memory_bytes": None} | changes
+        return self.watch.reasons(workers, now=now, **given)
+
+
+def test_transfers_that_keep_failing_are_a_reason_for_a_minute() -> None:
+    watched = Watched()
+    assert watched.look(0.0, worker("decode/a", checksum=7)) == [], "they failed before"
+    assert watched.look(10.0, worker("decode/a", checksum=9)) == [], "two are repaired in silence"
+    reason = "4 transfers failed within a minute (3 checksum, 1 timeout): diptych doctor"
+    later = [worker("decode/a", checksum=9, timeout=1), worker("decode/b", checksum=1)]
+    assert watched.look(20.0, *later) == [reason]
+    assert watched.look(20.0 + TRANSFER_WINDOW_S, *later) == []
+
+
+def test_the_end_of_a_worker_is_no_failure_of_transfers() -> None:
+    watched = Watched()
+    watched.look(0.0, worker("decode/a"))
+    assert watched.look(1.0, worker("decode/a", peer_lost=20, kv_peer_lost=5)) == []
+
+
+def test_a_controller_that_is_away_and_little_memory_are_said() -> None:
+    reasons = Watched().look(0.0, serve_answers=False, memory_bytes=MEMORY_MIN_BYTES - 1)
+    assert reasons == [
+        "Ray Serve's controller does not answer: lost replicas stay lost",
+        "Control's host has 511 MiB of memory left",
+    ]
+    assert Watched().look(0.0, memory_bytes=MEMORY_MIN_BYTES) == []
+
+
+def test_a_degraded_cluster_says_why() -> None:
+    status = told(WORKERS[:2])
+    assert status["state"] == "degraded" and status["reasons"] == ["decode: 1 of 2 workers"]
+    assert headline(status).startswith("DEGRADED (decode: 1 of 2 workers)   model")
+    assert told(WORKERS)["reasons"] == [] and headline(told(WORKERS)).startswith("HEALTHY   model")

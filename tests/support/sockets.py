@@ -169,7 +169,7 @@ def _ask_by_http(listener: ListeningSocket) -> StrangerAnswer:
         for path in PATHS:
             response = client.get(path)
             statuses.add(response.status_code)
-            if response.is_success:
+            if response.is_success or response.is_redirect:
                 answered.add(path)
             if path == "/metrics" and response.is_success and "# HELP" in response.text:
                 return StrangerAnswer("metrics", frozenset([path]))

@@ -65,8 +65,14 @@ def test_a_cluster_comes_back_without_ray_and_ends_with_serve(tmp_path: Path) ->
         eventually(lambda: not ray_folder(live.log).exists(), GONE_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("line", ["starting Ray", "starting Serve", "starting workers"])
+@pytest.mark.parametrize(
+    ("line", "number"),
+    [
+        ("starting Ray", signal.SIGTERM),
+        ("starting Serve", signal.SIGINT),
+        ("starting workers", signal.SIGTERM),
+    ],
+)
 def test_a_start_can_be_stopped_anywhere(tmp_path: Path, line: str, number: signal.Signals) -> None:
     ports = [f"{name}={free_port()}" for name in ("control.port", "control.grpc_port")]
     command = [str(BIN / "diptych"), "serve", "--port", str(free_port())]

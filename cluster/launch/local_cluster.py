@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
 START_LIMIT_S = 600.0  #: From the deployment until requests can be served: large models load long.
 POLL_INTERVAL_S = 0.1  #: Between two looks at a start's progress.
+PROGRESS_LIMIT_S = 2.0  #: For the router to say what the workers load.
 READY_TIMEOUT_S = 2.0  #: For the gateway to say whether it is ready.
 CLOSE_LIMIT_S = 3.0  #: For gateways to tell their clients that the cluster ends.
 #: What Serve's gRPC proxy serves, where it listens in place of the gateways.
@@ -249,7 +250,11 @@ class LocalCluster:
         if f"{prefix}{ROUTER_DEPLOYMENT}" not in self._reported:
             return
         # By worker: what it loads now, and the fraction that is done.
-        progress = self._router_handle(application).progress.remote().result()
+        try:
+            asked = self._router_handle(application).progress.remote()
+            progress = asked.result(timeout_s=PROGRESS_LIMIT_S)
+        except Exception:  # of Ray and Serve, of many types: a router may be away for a moment
+            return
         for name, (phase, fraction) in progress.items():
             worker = f"{prefix}{name}"
             if fraction < 1.0 and self._reported.get(worker) != phase:

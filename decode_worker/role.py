@@ -64,7 +64,7 @@ class DecodeAttemptEnded:
     attempt_key: AttemptKey
 
 
-#: `PrefixAction` has `ReleaseSequence` and all commands about tickets (`OfferBlocks`, ...).
+#: `PrefixAction` already includes `ReleaseSequence`, `OfferBlocks` and `CancelTransfer`.
 DecodeAction: TypeAlias = (
     PrefixAction | ReserveBlocks | CommitBlocks | DeliverFrame | DecodeAttemptEnded
 )
@@ -112,8 +112,8 @@ class DecodeRole:
 
         `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
         there are tiers below the pool. `deadline_s` is when the first token is due, by the same
-        clock for all attempts of this worker (0: no deadline). Of the prompts that wait, the one
-        with the lowest `deadline_s` is computed first.
+        clock for all attempts of this worker. Of the new prompts that wait, the one with the lowest
+        `deadline_s` is computed first; 0 is no deadline, so such a prompt goes before all others.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:
@@ -163,7 +163,11 @@ class DecodeRole:
                 assert_never(event)
 
     def hand_over(self) -> list[DecodeAction]:
-        """Gives up every attempt: it goes on at another worker. What was computed stays cached."""
+        """Gives up every attempt, so that its gateway goes on with it at another worker.
+
+        Attempts that were cancelled, or whose transfer has failed, are given up already. The KV
+        that was computed stays cached.
+        """
         actions: list[DecodeAction] = []
         for ticket_id, attempt in list(self.attempts.items()):
             if not attempt.cancelled and attempt.state is not DecodeState.DRAINING:
@@ -210,8 +214,8 @@ class DecodeRole:
         sequence = attempt.sequence
         first = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
         if first.prompt_digest not in (0, prompt_digest(sequence.token_ids)):
-            # Right KV of another prompt: to go on from it would answer what nobody asked. (The
-            # digest is 0 if an older prefill worker sent none.)
+            # The KV is intact, but it is that of another prompt: decoding on would answer another
+            # question. (The digest is 0 if an older prefill worker sent none.)
             return [self._failure(attempt, "kv_prompt"), *self._end(arrived.ticket_id)]
         # The prompt's KV is here, the first token's is not: the first step here computes it.
         sequence.token_ids.append(first.tokens[0].id)

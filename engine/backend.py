@@ -22,7 +22,7 @@ from ..protos.frames import Token
 from .attention import StepRows
 from .decoder import Decoder
 from .ops import Ops
-from .options import EngineOptions
+from .options import DecodeLimits, EngineOptions
 from .pool import KVPool
 from .sampler import SamplingFault
 from .scheduler import Scheduler
@@ -67,8 +67,8 @@ class Backend(Protocol):
         """Returns the fastest operations that run here, and their name.
 
         The name gives the reason where slower operations are taken. `spec` is the whole model's,
-        `pool_tokens` how many tokens the KV pool holds; None: nobody knows yet. Raises KernelUnavailable if what the
-        options name cannot run here.
+        `pool_tokens` how many tokens the KV pool holds; None: nobody knows yet. Raises
+        KernelUnavailable if what the options name cannot run here.
         """
         ...
 
@@ -94,14 +94,14 @@ class Backend(Protocol):
     def compute_hidden(
         self,
         decoder: Decoder,
-        ids: torch.Tensor,
-        meta: StepRows,
-        after: Callable[[int], None] | None,
+        token_ids: torch.Tensor,
+        step: StepRows,
+        layer_written: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        """Returns the last layer's rows of `ids` int64 [T], as `Decoder.hidden` does.
+        """Returns the last layer's rows, [T, hidden], of `token_ids` int64 [T].
 
-        `meta` says where these rows are in their sequences. `after(layer)`, if there is one, is
-        called once that layer's KV can be read.
+        `step` says where these rows are in their sequences. `layer_written(layer)`, if there is
+        one, is called once that layer's KV can be read.
         """
         ...
 
@@ -114,18 +114,12 @@ class Backend(Protocol):
         ...
 
     def make_decode_runner(
-        self,
-        decoder: Decoder,
-        ops: Ops,
-        row_limit: int,
-        max_model_len: int,
-        block_tokens: int,
-        ranks: RankProcesses | None,
+        self, decoder: Decoder, ops: Ops, limits: DecodeLimits, *, ranks: RankProcesses | None
     ) -> DecodeRunner | None:
         """Returns what runs decode steps, sampling included, on the device; None on a CPU.
 
-        A step has up to `row_limit` rows, of sequences up to `max_model_len` tokens. `ranks` are
-        the other ranks, which get every step; None if there are none, or this is one of them.
+        Steps stay within `limits`. `ranks` are the other ranks, which get every step; None if there
+        are none, or this is one of them.
         """
         ...
 
@@ -140,11 +134,11 @@ class Backend(Protocol):
         ...
 
     def claims_exactness(self, options: EngineOptions) -> bool:
-        """True if a row's bits shall not depend on the batch; the start-up check proves it."""
+        """Returns whether a row's bits shall not depend on the batch; a check at start proves it."""
         ...
 
     def sums_in_any_order(self, options: EngineOptions) -> bool:
-        """True if sums over ranks may be left to the library: no exactness was asked for."""
+        """Returns whether sums over ranks may have any order, as nobody asked for exactness."""
         ...
 
     def collective_device(self, rank: int) -> torch.device | None:

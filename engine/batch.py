@@ -14,10 +14,10 @@ from .sequence import Sequence
 
 @dataclass(slots=True)
 class StepBatch:
-    """The rows of one step: of each sequence the next `count` ids that have no KV yet, and its
-    drafts if it decodes.
+    """The rows of one step.
 
-    The sequences that are prefilled come first.
+    Of each sequence these are the next `count` ids that have no KV yet, and its drafts if it
+    decodes. The sequences that are prefilled come first.
     """
 
     sequences: list[tuple[Sequence, int]]  #: with the number of ids, drafts not counted
@@ -36,11 +36,11 @@ class StepBatch:
         prefill = self.step_rows.spans[:prefill_count]
         decode = self.step_rows.spans[prefill_count:]
         return StepWork(
-            decode_rows=sum(piece.row_count for piece in decode),
-            decode_kv_tokens=sum(piece.first_position + piece.row_count for piece in decode),
-            prefill_tokens=sum(piece.row_count for piece in prefill),
+            decode_rows=sum(span.row_count for span in decode),
+            decode_kv_tokens=sum(span.first_position + span.row_count for span in decode),
+            prefill_tokens=sum(span.row_count for span in prefill),
             attended_pairs=sum(
-                attended_pairs(piece.row_count, piece.first_position) for piece in prefill
+                attended_pairs(span.row_count, span.first_position) for span in prefill
             ),
             prefill_prompts=prefill_count,
         )
@@ -55,7 +55,7 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
     slot_blocks: list[int] = []
     logit_rows: list[int] = []
     logit_starts: list[int] = []
-    pieces: list[RowSpan] = []
+    spans: list[RowSpan] = []
     for index, (sequence, count) in enumerate(sequences):
         is_decode = index >= prefill_count
         drafts = sequence.drafts if is_decode else []
@@ -63,7 +63,7 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         end = start + count + len(drafts)
         # A sequence may have more blocks than its rows reach: those are room to grow.
         block_table = sequence.blocks[: -(-end // block_tokens)]
-        pieces.append(
+        spans.append(
             RowSpan(
                 first_row=len(token_ids),
                 row_count=end - start,
@@ -89,7 +89,7 @@ def build_batch(plan: StepPlan, block_tokens: int) -> StepBatch:
         positions=row_positions,
         slot_blocks=torch.tensor(slot_blocks),
         slot_offsets=row_positions % block_tokens,
-        spans=pieces,
+        spans=spans,
     )
     return StepBatch(
         sequences=sequences,

@@ -133,11 +133,11 @@ class BlockPool:
         return len(self._demoting)
 
     def references(self, block: int) -> int:
-        """How often a block is referenced: 0 for a free or a cached one."""
+        """Returns how often a block is referenced: 0 for a free or a cached one."""
         return self._blocks[block].references
 
     def content(self, block: int) -> bytes | None:
-        """What a block is known to hold; None if that was not published."""
+        """Returns the content hash of a block; None if none was published."""
         return self._blocks[block].content
 
     # ---- references --------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class BlockPool:
         return numbers
 
     def _take(self) -> Block:
-        """A free block, or else the cached one that is next to be evicted."""
+        """Returns a free block, or else evicts the cached one that is next, and returns that."""
         if self._free:
             return self._free.popleft()
         block = self._cached.pop_first()
@@ -205,7 +205,7 @@ class BlockPool:
         return numbers
 
     def prefix_length(self, hashes: list[bytes]) -> int:
-        """How many leading blocks `match` would find; takes no reference."""
+        """Returns how many leading blocks `match` would find; takes no reference."""
         for length, content in enumerate(hashes):
             if content not in self._published:
                 return length

@@ -49,10 +49,12 @@ class CheckpointFacts:
 
 def read_facts(folder: Path) -> CheckpointFacts:
     """Reads config.json and generation_config.json. Raises WeightsError where a fact is missing."""
-    whole = read_json(folder / "config.json")
-    config = next((whole[key] for key in TEXT_KEYS if isinstance(whole.get(key), dict)), whole)
+    checkpoint_config = read_json(folder / "config.json")
+    nested_configs = [checkpoint_config.get(key) for key in TEXT_KEYS]
+    text_configs = [nested for nested in nested_configs if isinstance(nested, dict)]
+    config = text_configs[0] if text_configs else checkpoint_config
     config = LEFT_OUT.get(config.get("model_type", ""), {}) | config
-    names = whole.get("architectures") or ["(none)"]
+    names = checkpoint_config.get("architectures") or ["(none)"]
     try:
         return CheckpointFacts(
             architecture=str(names[0]),

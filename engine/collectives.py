@@ -58,12 +58,12 @@ class Collectives:
         """Puts every rank's `x` side by side along the last dimension. Raises RankLost."""
         return torch.cat(tuple(self._gather(x)), dim=-1)
 
-    def least(self, value: int, device: torch.device) -> int:
+    def minimum(self, value: int, device: torch.device) -> int:
         """Returns the lowest of the ranks' values. Raises RankLost."""
         return int(self._gather(torch.tensor([value], device=device)).min())
 
     def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Every rank's `x`: [size, *shape]."""
+        """Returns every rank's `x`, [size, *shape]. Raises RankLost."""
         parts = x.new_empty(self.size * len(x), *x.shape[1:])
         with _lost_ranks():
             dist.all_gather_into_tensor(parts, x.contiguous())

@@ -20,7 +20,7 @@ from .errors import KernelUnavailable
 from .kernels import NativeOps, native_ops
 from .memory import available_memory, check_memory
 from .ops import Ops
-from .options import DEFAULT_KV_BYTES, EngineOptions
+from .options import DEFAULT_KV_BYTES, DecodeLimits, EngineOptions
 from .pool import KVPool
 from .scheduler import Scheduler
 from .spec import ModelSpec
@@ -85,23 +85,17 @@ class CpuBackend:
     def compute_hidden(
         self,
         decoder: Decoder,
-        ids: torch.Tensor,
-        meta: StepRows,
-        after: Callable[[int], None] | None,
+        token_ids: torch.Tensor,
+        step: StepRows,
+        layer_written: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        return decoder.hidden(ids, meta, after)
+        return decoder.hidden(token_ids, step, layer_written)
 
     def mark_work(self) -> DeviceEvent | None:
         return None
 
     def make_decode_runner(
-        self,
-        decoder: Decoder,
-        ops: Ops,
-        row_limit: int,
-        max_model_len: int,
-        block_tokens: int,
-        ranks: RankProcesses | None,
+        self, decoder: Decoder, ops: Ops, limits: DecodeLimits, *, ranks: RankProcesses | None
     ) -> DecodeRunner | None:
         return None
 
@@ -125,7 +119,7 @@ class CpuBackend:
 
 
 def _native_ops(options: EngineOptions, spec: ModelSpec) -> NativeOps:
-    """The C++ kernels that the options name, or the fastest. Raises KernelUnavailable."""
+    """Returns the C++ kernels that the options name, or the fastest. Raises KernelUnavailable."""
     if options.dtype != "bfloat16":
         raise KernelUnavailable(f"the C++ kernels do not compute in {options.dtype}")
     if options.kernels == "avx512":

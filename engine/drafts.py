@@ -61,6 +61,6 @@ class NGramDrafter:
 
 
 def _repeat_from(token_ids: list[int], start: int, count: int) -> list[int]:
-    """The `count` ids from `start` on; where they reach the end of the ids, a loop goes on."""
+    """Returns the `count` ids from `start` on; behind the last id, goes on from `start` again."""
     period = len(token_ids) - start
     return [token_ids[start + offset % period] for offset in range(count)]

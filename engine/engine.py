@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..kv_transfer.slices import piece_count
-from ..kv_transfer.statistics import Histogram
 from ..protos.frames import AttemptKey, Grammar, ScoredToken, Token
 from .backend_registry import open_backend
 from .batch import StepBatch, build_batch
@@ -33,12 +32,13 @@ from .engine_like import ReportProgress
 from .exactness import is_exact
 from .grammar import GrammarCompiler
 from .model import rank_share, start_model
-from .options import EngineOptions, SchedulerLimits
+from .options import DecodeLimits, EngineOptions, SchedulerLimits
 from .sampler import SCORED_ROWS, SamplingFault, sample_tokens, score_prompt
 from .scheduler import Scheduler, StepPlan
 from .sequence import BlocksFilled, Sequence, SequenceOutput
 from .sizing import context_limit, kv_layout
 from .spec import fingerprint, read_spec
+from .step_counters import StepCounters
 
 if TYPE_CHECKING:
     from .gpu.layer_events import DeviceEvent
@@ -51,35 +51,15 @@ log = logging.getLogger(__name__)
 LOW_POOL_DIVISOR = 8
 #: Blocks that they copy at a time, at most: these cannot be given out meanwhile.
 DEMOTION_LIMIT = 16
-#: Upper bounds of the histograms' buckets: seconds of a step, how often an answer was preempted,
-#: and rows of a step.
-STEP_SECONDS_BOUNDS = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.03,
-    0.05,
-    0.075,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-)
-PREEMPTION_BOUNDS = (0, 1, 2, 5, 10, 20)
-STEP_ROWS_BOUNDS = tuple(2**power for power in range(15))
 
 
 def no_tier_blocks(hashes: list[bytes]) -> int:
-    """Stands for the tiers where there are none: they hold nothing."""
+    """Returns 0: stands for the tiers where there are none."""
     return 0
 
 
 def _ignore_filled(filled: list[BlocksFilled]) -> None:
-    """Stands for whoever wants to know of filled blocks where there is nobody."""
+    """Does nothing: stands for a listener to filled blocks where there is none."""
 
 
 class Engine:
@@ -120,11 +100,13 @@ class Engine:
         self._grammars = GrammarCompiler(options.model_folder, self.spec.vocab, self.spec.eos_ids)
 
         kernel_kind = self.kernels.split(":")[0].encode()  # another kind has other last bits
-        #: Workers exchange KV only if this hash is the same: model, layout, kernels, checksums.
+        #: Workers exchange KV only if this hash is the same. It is of the model, the KV's shape
+        #: (layers, heads of all ranks, size of a head, data type), the kernels and the checksums.
         self.compatibility = layout.compatibility(
             salt + kernel_kind + self.kv_pool.digest_kind, ranks
         )
-        #: What `compatibility` is made of, for who is to be told what differs.
+        #: What `compatibility` is made of beside the KV's shape, by name: peers whose hashes differ
+        #: report the entries that differ.
         self.format_facts = {
             "engine": "diptych",
             "model": salt.hex(),
@@ -134,17 +116,20 @@ class Engine:
         #: Parts of the layers whose KV is sent one by one, while the next layers are computed.
         self.piece_count = piece_count(layout, ranks)
 
-        runner = self._model.make_decode_runner(
-            limits.max_running, self.max_model_len, limits.block_tokens
+        decode_limits = DecodeLimits(
+            rows=limits.max_running,
+            max_model_len=self.max_model_len,
+            block_tokens=limits.block_tokens,
         )
+        runner = self._model.make_decode_runner(decode_limits)
         self._pipeline: DecodePipeline | None = backend.make_pipeline(
             runner, self.scheduler, self._book_token, self.max_model_len
         )
         if self._pipeline:
             self._pipeline.grammars = self._grammars
 
-        #: Behind the last work on blocks that was launched here, not by the pipeline, the pool's
-        #: zeros at first; None once the device is known to have passed it.
+        #: Marks the end of the last work on blocks that this class launched (at first the zeroing
+        #: of the pool), the pipeline's work apart; None once the device is known to have passed it.
         self._launched: DeviceEvent | None = backend.mark_work()
 
         #: called in mid-step with the blocks whose KV may be read by transfers
@@ -152,23 +137,11 @@ class Engine:
         #: how many leading blocks of these contents the tiers hold; set by whoever has tiers
         self.count_tier_blocks: Callable[[list[bytes]], int] = no_tier_blocks
 
-        # Counters since the start.
-        self.steps = 0
+        # Counts since the start.
+        self.counters = StepCounters()
         self.failed_steps = 0  #: for which the device had too little memory
         self.drafted_tokens = 0  #: guessed tokens that a step verified
         self.accepted_tokens = 0  #: those of them that were right
-        self.prefill_tokens = 0  #: prompt tokens computed here, those found in a cache not counted
-        self.prefill_s = 0.0  #: of steps with prefill, their decoding rows included
-        self.decode_steps = 0  #: steps without prefill
-        self.decode_s = 0.0  #: of steps without prefill
-        self.step_s = {
-            "prefill": Histogram(STEP_SECONDS_BOUNDS),
-            "decode": Histogram(STEP_SECONDS_BOUNDS),
-        }
-        #: Tokens of each step: those of prompts, and the new ones.
-        self.step_tokens = Histogram(STEP_ROWS_BOUNDS)
-        #: How often each answer that ended here had been preempted.
-        self.request_preemptions = Histogram(PREEMPTION_BOUNDS)
 
     @property
     def rank_sockets(self) -> list[socket.socket]:
@@ -212,7 +185,10 @@ class Engine:
         self._grammars.prepare(grammar)
 
     def add(self, sequence: Sequence) -> None:
-        """Prefills the sequence, then decodes it (or holds its blocks, if it stops there)."""
+        """Queues the sequence. Later steps prefill it, then decode it.
+
+        If it stops after its first token, its blocks are held instead until `release`.
+        """
         prompt = sequence.prompt_tokens
         length = len(sequence.token_ids)
         assert 0 < prompt <= length < self.max_model_len, (prompt, length)
@@ -311,7 +287,8 @@ class Engine:
         if pool.free_blocks >= pool.total_blocks // LOW_POOL_DIVISOR:
             return []
         self._wait_for_device()
-        # In a small pool, at most a sixteenth is pinned: pinned blocks cannot be given out.
+        # In a small pool only a sixteenth, and one block more, may be pinned at a time: pinned
+        # blocks cannot be given out.
         return pool.pin_for_demotion(min(DEMOTION_LIMIT, pool.total_blocks // 16 + 1))
 
     def finish_demotion(self, block: int, copied: bool) -> None:
@@ -321,7 +298,11 @@ class Engine:
     # ---- stepping ----------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
-        """Computes a step over all live sequences; [] if nothing is to be done. Raises RankLost."""
+        """Computes a step over all live sequences; [] if nothing is to be done or delivered.
+
+        Raises RankLost, and torch.OutOfMemoryError if there are other ranks: without them,
+        sequences of the step end with an error instead.
+        """
         began = time.perf_counter()
         if self._pipeline:
             # None: no step is under way, so this one is planned here.
@@ -357,7 +338,7 @@ class Engine:
         return outputs
 
     def idle(self) -> bool:
-        """True if, after a step without outputs, no other step has work before a command."""
+        """Returns whether, after a step without outputs, more steps are useless until a command."""
         return not self.scheduler.prefilling
 
     def _fail_step(self, plan: StepPlan, error: torch.OutOfMemoryError) -> list[SequenceOutput]:
@@ -386,32 +367,22 @@ class Engine:
 
     def _account(self, plan: StepPlan, batch: StepBatch, seconds: float) -> None:
         """Counts a step that was planned here; the scheduler learns from its duration."""
-        self.steps += 1
         self.scheduler.observe_step(seconds, batch.work(len(plan.prefill)))
-        prompt_tokens = sum(count for _, count in plan.prefill)
-        self.step_tokens.observe(prompt_tokens + len(batch.logit_rows))
-        if plan.prefill:
-            self.prefill_tokens += prompt_tokens
-            self.prefill_s += seconds
-            self.step_s["prefill"].observe(seconds)
-        else:
-            self._account_decode(seconds)
+        prefill_tokens = sum(count for _, count in plan.prefill)
+        self.counters.count_step(
+            seconds,
+            prefill_tokens=prefill_tokens,
+            step_tokens=prefill_tokens + len(batch.logit_rows),
+        )
 
     def _account_ahead(
         self, outputs: list[SequenceOutput], pipeline: DecodePipeline, began: float
     ) -> list[SequenceOutput]:
         """Accounts for a decode step of the pipeline, and returns its outputs."""
         seconds = time.perf_counter() - began
-        self.steps += 1
         self.scheduler.observe_step(seconds, pipeline.work)
-        self.step_tokens.observe(len(outputs))
-        self._account_decode(seconds)
+        self.counters.count_step(seconds, prefill_tokens=0, step_tokens=len(outputs))
         return outputs
-
-    def _account_decode(self, seconds: float) -> None:
-        self.decode_steps += 1
-        self.decode_s += seconds
-        self.step_s["decode"].observe(seconds)
 
     def _wait_for_device(self) -> None:
         """Waits for what is launched, before others than this engine's steps touch its blocks.
@@ -485,19 +456,19 @@ class Engine:
     def _score_prompts(
         self, batch: StepBatch, hidden: torch.Tensor
     ) -> dict[AttemptKey, list[ScoredToken | SamplingFault]]:
-        """Logprobs of prompt ids, for the sequences of the step that ask for them."""
+        """Returns the logprobs of prompt ids, for the sequences of the step that want them."""
         scored: dict[AttemptKey, list[ScoredToken | SamplingFault]] = {}
-        for (sequence, count), piece in zip(batch.sequences, batch.step_rows.spans, strict=True):
+        for (sequence, count), span in zip(batch.sequences, batch.step_rows.spans, strict=True):
             if sequence.sampling.prompt_logprobs is not None:
                 scored[sequence.attempt_key] = self._score_prompt(
-                    sequence, count, hidden, first_row=piece.first_row
+                    sequence, count, hidden, first_row=span.first_row
                 )
         return scored
 
     def _score_prompt(
         self, sequence: Sequence, count: int, hidden: torch.Tensor, *, first_row: int
     ) -> list[ScoredToken | SamplingFault]:
-        """Logprobs of the ids behind `count` rows of `hidden`, as far as they are not sent yet."""
+        """Returns the logprobs of the ids behind `count` rows of `hidden` that are not sent yet."""
         logprob_count = sequence.sampling.prompt_logprobs
         assert logprob_count is not None
         computed = sequence.computed_tokens
@@ -530,7 +501,7 @@ class Engine:
     ) -> list[SequenceOutput]:
         """Moves every sequence on by its rows, and those whose ids are all computed by a token.
 
-        Then by another one for each draft that is what the row before it gave.
+        Then by one token more for each draft that equals the token drawn from the row before it.
         """
         outputs: list[SequenceOutput | None] = []
         #: sequences to draw a token for, each with the index of its row in `logits`
@@ -575,7 +546,7 @@ class Engine:
     def _draft_was_right(
         self, sequence: Sequence, depth: int, output: SequenceOutput | None
     ) -> bool:
-        """True if the token of row `depth` is the draft behind it, so the next row counts too."""
+        """Returns whether the token of row `depth` is the draft behind: then the next row counts."""
         if output is None or output.token is None:
             return False
         # Behind the last draft is a row too, whose token nothing was guessed for.
@@ -614,7 +585,7 @@ class Engine:
         offset = sequence.generated_tokens
         finish_reason = self.scheduler.append_token(sequence, token.id)
         if finish_reason:
-            self.request_preemptions.observe(sequence.preemptions)
+            self.counters.request_preemptions.observe(sequence.preemptions)
         return SequenceOutput(
             sequence.attempt_key,
             offset,
@@ -643,16 +614,17 @@ class Engine:
         """Returns the cached contents, what changed in them since the last call, and the load."""
         scheduler = self.scheduler
         pool = scheduler.pool
+        counters = self.counters
         stored, evicted = pool.drain_events()
         return EngineObservation(
             hashes=pool.hashes(),
             stored=stored,
             evicted=evicted,
             free_blocks=pool.available_blocks,
-            prefill_tokens=self.prefill_tokens,
-            prefill_s=self.prefill_s,
-            decode_steps=self.decode_steps,
-            decode_s=self.decode_s,
+            prefill_tokens=counters.prefill_tokens,
+            prefill_s=counters.prefill_s,
+            decode_steps=counters.decode_steps,
+            decode_s=counters.decode_s,
             running_sequences=len(scheduler.running),
             kv_tokens=sum(len(sequence.token_ids) for sequence in scheduler.running),
             preempted_sequences=sum(sequence.was_preempted for sequence in scheduler.waiting),
@@ -660,7 +632,11 @@ class Engine:
         )
 
     def block_holders(self) -> Iterator[tuple[AttemptKey, int]]:
-        """Yields each attempt that has blocks, with their number. Any thread."""
+        """Yields the attempt and the number of blocks of each live answer and each staged prefix.
+
+        An attempt with several answers comes once for each, and blocks that they share count each
+        time. The number is 0 for an answer that waits for blocks. Any thread.
+        """
         for (attempt_key, _), sequence in list(self.scheduler.live.items()):
             yield attempt_key, len(sequence.blocks)
         for attempt_key, (blocks, _) in list(self.scheduler.staged.items()):
@@ -674,7 +650,7 @@ class Engine:
         scheduler = self.scheduler
         pool = scheduler.pool
         return {
-            "steps": self.steps,
+            **self.counters.values(),
             "failed_steps": self.failed_steps,
             "exact": self.exact,
             "kernels": self.kernels,
@@ -685,17 +661,13 @@ class Engine:
             "ready": len(scheduler.ready),
             "running": len(scheduler.running),
             "preemptions": scheduler.preemptions,
-            "request_preemptions": self.request_preemptions.values(),
             "drafted": self.drafted_tokens,
             "accepted": self.accepted_tokens,
-            "prefill_tokens": self.prefill_tokens,
-            "step_s": {phase: seconds.values() for phase, seconds in self.step_s.items()},
-            "step_tokens": self.step_tokens.values(),
             "kv_blocks": self._block_statistics(pool),
         }
 
     def _block_statistics(self, pool: BlockPool) -> dict[str, int]:
-        """How many blocks are used by whom; a prefix that several share counts once."""
+        """Returns the number of blocks by their use; a block that several share counts once."""
         scheduler = self.scheduler
         # A sequence's blocks that a transfer reads or writes.
         reserved = set().union(*scheduler.held_blocks.values())

@@ -197,7 +197,11 @@ class EngineLike(Protocol):
         ...
 
     def block_holders(self) -> Iterator[tuple[AttemptKey, int]]:
-        """Yields each attempt that has blocks, with their number. Any thread."""
+        """Yields attempts with a number of blocks that they have. Any thread.
+
+        An attempt with several answers may come several times; blocks that they share may count
+        each time, and the number may be 0.
+        """
         ...
 
     def observe(self) -> EngineObservation:
@@ -209,7 +213,7 @@ class EngineLike(Protocol):
         ...
 
     def idle(self) -> bool:
-        """True if, after a step without outputs, no other step has work before a command comes.
+        """Returns whether, after a step without outputs, no step has work before a command comes.
 
         A step of chunks that end no prompt has no outputs, and the next one goes on all the same.
         """

@@ -44,7 +44,7 @@ def is_exact(model: RankModel, block_tokens: int) -> bool:
 def _run_in_chunks(
     model: RankModel, block_tokens: int, token_ids: torch.Tensor, counts: list[int]
 ) -> list[torch.Tensor]:
-    """The hidden states of the text, its last logits, and its K and V in the first layer."""
+    """Return the text's hidden states, its last logits, and its K and V in the first layer."""
     decoder = model if model.collectives else _first_layer(model.decoder)
     table = [0, 1]
     hidden_parts: list[torch.Tensor] = []
@@ -52,15 +52,15 @@ def _run_in_chunks(
     for count in counts:
         positions = torch.arange(start, start + count)
         used_table = table[: -(-(start + count) // block_tokens)]
-        piece = RowSpan(
+        span = RowSpan(
             first_row=0,
             row_count=count,
             first_position=start,
             blocks=used_table,
             is_decode=count == 1,
         )
-        rows = StepRows(positions, positions // block_tokens, positions % block_tokens, [piece])
-        hidden_parts.append(decoder.hidden(token_ids[positions], rows))
+        step = StepRows(positions, positions // block_tokens, positions % block_tokens, [span])
+        hidden_parts.append(decoder.hidden(token_ids[positions], step))
         start += count
     logits = decoder.logits(hidden_parts[-1], torch.tensor([counts[-1] - 1]))
     cache = [part[: len(table)] for part in model.kv.layer(0)]
@@ -71,6 +71,6 @@ def _run_in_chunks(
 
 
 def _first_layer(decoder: Decoder) -> Decoder:
-    """A decoder that has only the first layer, and shares all else with `decoder`."""
+    """Return a decoder of only the first layer, which shares all else with `decoder`."""
     weights = replace(decoder.weights, layers=decoder.weights.layers[:1])
     return Decoder(decoder.spec, weights, decoder.pool, decoder.ops)

@@ -1,7 +1,9 @@
 """The backends that compute with `gpu/`: on a GPU, and on a CPU by Triton's interpreter.
 
-What the methods take and return is said in `backend.Backend`. Triton is imported when operations
-are made, behind the checks that need none of it.
+What the methods take and return is said in `backend.Backend`. *Exact* means, as there, that a row's
+bits do not depend on the rows that are computed beside it.
+
+Triton is first imported by `make_ops`: `check`, which runs before it, works without Triton.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from .gpu.memory import DevicePool
 from .gpu.pipeline import DecodePipeline
 from .memory import GpuMemory, check_gpu_memory, gpu_pool_bytes
 from .ops import Ops
-from .options import EngineOptions
+from .options import DecodeLimits, EngineOptions
 from .pool import KVPool
 from .scheduler import Scheduler
 from .spec import ModelSpec
@@ -39,7 +41,10 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 
 class InterpretedBackend(CpuBackend):
-    """A GPU's operations on a CPU, under TRITON_INTERPRET: how they are tested without a GPU."""
+    """Computes with a GPU's operations on a CPU, under TRITON_INTERPRET, as tests of them do.
+
+    All else is as with `CpuBackend`.
+    """
 
     def make_ops(
         self,
@@ -59,8 +64,9 @@ class InterpretedBackend(CpuBackend):
             head_dim=spec.head_dim,
             exact=options.exact,
         )
-        # Attention is laid out for the longest sequence that is served, not for the longest that the
-        # model knows: splits of a short context would be few, and workspaces large.
+        # Attention is laid out for the longest sequence that is served. If it were laid out for the
+        # longest that the model knows, a short context would be cut into few splits, and
+        # workspaces would be larger than they need to be.
         longest_sequence = options.max_model_len or spec.max_positions
         if pool_tokens is not None:
             longest_sequence = min(longest_sequence, pool_tokens)
@@ -69,21 +75,13 @@ class InterpretedBackend(CpuBackend):
         return ops, ops.name
 
     def make_decode_runner(
-        self,
-        decoder: Decoder,
-        ops: Ops,
-        row_limit: int,
-        max_model_len: int,
-        block_tokens: int,
-        ranks: RankProcesses | None,
+        self, decoder: Decoder, ops: Ops, limits: DecodeLimits, *, ranks: RankProcesses | None
     ) -> DecodeRunner | None:
         from .gpu.decode import DecodeRunner
         from .gpu.ops import GpuOps
 
         assert isinstance(ops, GpuOps)
-        runner = DecodeRunner(
-            decoder, ops, row_limit, max_model_len, block_tokens=block_tokens, ranks=ranks
-        )
+        runner = DecodeRunner(decoder, ops, limits, ranks=ranks)
         runner.capture()
         return runner
 
@@ -126,6 +124,9 @@ class CudaBackend(InterpretedBackend):
         device: torch.device,
         make_steps: Callable[[], list[Callable[[], None]]],
     ) -> int:
+        # The steps are the largest one with a prompt and the largest one of decode alone. They run
+        # one after the other, but both peaks count: the CUDA graphs of decode keep memory of their
+        # own, which steps with a prompt cannot use.
         step_bytes = sum(_peak_bytes(device, step) for step in make_steps())
         torch.cuda.empty_cache()  # what the steps took is free again, and counts as such
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
@@ -141,15 +142,15 @@ class CudaBackend(InterpretedBackend):
     def compute_hidden(
         self,
         decoder: Decoder,
-        ids: torch.Tensor,
-        meta: StepRows,
-        after: Callable[[int], None] | None,
+        token_ids: torch.Tensor,
+        step: StepRows,
+        layer_written: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        if after is None:
-            return decoder.hidden(ids, meta)
-        behind = LayerCallbacks(after, torch.cuda.Event)
-        hidden = decoder.hidden(ids, meta, behind.launched)
-        behind.finish()
+        if layer_written is None:
+            return decoder.hidden(token_ids, step)
+        callbacks = LayerCallbacks(layer_written, torch.cuda.Event)
+        hidden = decoder.hidden(token_ids, step, callbacks.launched)
+        callbacks.finish()
         return hidden
 
     def mark_work(self) -> DeviceEvent | None:
@@ -179,7 +180,7 @@ def _check_allocator(environment: Mapping[str, str]) -> None:
 
 
 def _peak_bytes(device: torch.device, step: Callable[[], None]) -> int:
-    """Returns how much more memory than before a step holds at a time, at most."""
+    """Runs a step; returns the peak of its memory in bytes, beyond what was allocated before."""
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_allocated(device)
     step()

@@ -245,8 +245,8 @@ def _with_prefix(source: str, prefix: str) -> str:
     else:
         answer = {"name": "answer", "lark_grammar": source}
         others = []
-    whole = {"name": "whole", "lark_grammar": f"start: {prefix} @answer"}
-    return json.dumps({"grammars": [whole, answer, *others]})
+    prefixed = {"name": "whole", "lark_grammar": f"start: {prefix} @answer"}
+    return json.dumps({"grammars": [prefixed, answer, *others]})
 
 
 def _first_causes(error: str) -> str:

@@ -15,18 +15,19 @@ from .errors import OutOfMemory
 #: Bytes of a huge page on x86.
 HUGE_PAGE = 2 << 20
 
-#: Bytes that an arena allocates at once, at least: many small tensors share a chunk's huge pages,
-#: and what is left at its end is little.
+#: Bytes that an arena allocates at once, at least, so that many small tensors share a chunk's huge
+#: pages. A tensor that does not fit into a chunk's rest begins a new one, and the rest is unused.
 ARENA_CHUNK = 64 << 20
 
-#: Tensors in an arena begin at multiples of so many bytes: a small page, and so whole cache lines.
+#: Tensors in an arena begin at multiples of this many bytes: a small page, so that each tensor also
+#: begins at a cache line.
 ALIGNMENT = 4096
 
 
 def allocate(size: int, purpose: str) -> tuple[mmap.mmap, int]:
-    """Return a private mapping, and the offset from which on it holds `size` bytes.
+    """Return a private mapping, and the offset in it at which `size` usable bytes begin.
 
-    A huge page begins at the offset. Raises OutOfMemory, which names the `purpose`.
+    The offset is the border of a huge page. Raises OutOfMemory, which names the `purpose`.
     """
     try:
         # one page more, since the kernel need not place the mapping at a huge page's border
@@ -40,8 +41,9 @@ def allocate(size: int, purpose: str) -> tuple[mmap.mmap, int]:
 
 
 def allocate_shared(size: int, purpose: str) -> tuple[mmap.mmap, int]:
-    """Return a mapping of `size` bytes of a file in memory, and the file for other processes.
+    """Return a mapping of `size` bytes of a file in memory, and the file's descriptor.
 
+    Another process that is handed the descriptor can map the same memory. The caller closes it.
     The mapping is in huge pages only where `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says
     `advise` or more. Raises OutOfMemory, which names the `purpose`, and AttributeError on systems
     without such files.

@@ -118,6 +118,7 @@ class NativeOps(Ops):
         queries: torch.Tensor,
         cache: LayerCache,
         step: StepRows,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:

@@ -29,7 +29,7 @@ def largest_steps(decoder: Decoder, limits: SchedulerLimits) -> list[Callable[[]
 
 
 def _step(limits: SchedulerLimits, prompt_rows: int) -> StepRows:
-    """A chunk of `prompt_rows` ids of one prompt, and a row for each sequence that may run."""
+    """Returns the rows of `prompt_rows` ids of a prompt, and of each sequence that may run."""
     block = limits.block_tokens
     spans: list[RowSpan] = []
     if prompt_rows:

@@ -4,11 +4,12 @@ On CPUs with AMX the layer is `native/linear_amx.cpp`. It has one order of sums 
 of rows, and does the norm before the product and the activation or the residual behind it in the
 same call.
 
-Elsewhere the product is oneDNN's, which picks its kernel by the number of rows. On CPUs with AMX
-two of its kernels may sum in another order: a bf16 linear of 1024 -> 5632 gives other last bits at
-64 rows than at 32. So each shape is calibrated once per process: which row counts give the bits of
+Where that kernel is missing, or does not fit the weights, the product is torch's, which for bf16
+is oneDNN's. That library picks its kernel by the number of rows. On a CPU with AMX, two of oneDNN's
+kernels may sum in another order: a bf16 linear of 1024 -> 5632 gives other last bits at 64 rows
+than at 32. So each bf16 shape is calibrated once per process: which row counts give the bits of
 16-row calls? Any number of rows is then computed in pieces of those sizes, the last one padded.
-Where all kernels agree (AVX512-BF16), that is one call, as without any of this.
+Where all kernels agree (AVX512-BF16), that is one call up to the largest size.
 
     python -m diptych.engine.linear     # prints what exactness costs on this machine
 
@@ -29,8 +30,8 @@ from .errors import KernelUnavailable
 from .kernels import NativeOps, native_ops
 from .ops import LinearLayer, Ops, RmsNorm
 
-#: The row counts that calibration tries, and the sizes of pieces. With powers of two at most half
-#: of a padded piece is padding.
+#: The row counts that calibration tries. Those that agree are the sizes of pieces. As these are
+#: powers of two, at most half of a padded piece is padding where all of them agree.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 #: The row count whose bits count as the right ones; any would do, if all engines take the same.
@@ -66,11 +67,11 @@ def packing_works() -> bool:
 
 
 class Linear:
-    """The layer `rows W^T + bias`: exact per row in bf16, one plain call in other dtypes.
+    """The `ops.LinearLayer` of `rows W^T + bias`: exact per row in bf16, one call in other dtypes.
 
     W is `weight`, [outputs, inputs]; `bias` is [outputs]. With `gated`, W is gates over what they
     gate, and the layer gives `silu(gate) * value`, [T, outputs / 2]. `ops` compute norm and gates;
-    None: in plain torch.
+    None: in plain torch. A subclass that computes otherwise replaces `product` or `__call__`.
     """
 
     def __init__(
@@ -98,24 +99,23 @@ class Linear:
         norm: RmsNorm | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the layer of `rows` [T, inputs], or of `norm(rows)` where there is a norm.
-
-        `residual` [T, outputs] is added where there is one; its memory may become the result's.
-        """
         out = self.product(rows if norm is None else self._ops.norm(rows, norm))
         if self._gated:
             out = self._ops.silu_mul(out)
         return out if residual is None else residual + out
 
     @property
-    def one_call_is_exact(self) -> bool:
-        """True if any number of rows up to the largest size can be computed in one call."""
+    def _one_call_is_exact(self) -> bool:
+        """True if calibration found that all sizes agree, so that one call does up to the largest.
+
+        False in other dtypes than bf16, which are not calibrated and always take one call.
+        """
         return self._sizes == SIZES
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return `rows W^T + bias`, computed in pieces of the row counts that agree."""
+        """Return `rows W^T + bias`, without norm and gates; bf16 in pieces of sizes that agree."""
         row_count = rows.shape[0]
-        if not self._sizes or (self.one_call_is_exact and row_count <= SIZES[-1]):
+        if not self._sizes or (self._one_call_is_exact and row_count <= SIZES[-1]):
             return self._product(rows)
         pieces: list[torch.Tensor] = []
         start = 0
@@ -132,8 +132,8 @@ class Linear:
     def _piece_size(self, remaining: int) -> int:
         """Return the row count of the next piece when `remaining` rows are left.
 
-        All of them go into one padded piece if at most half of it is padding. Else the piece is the
-        largest one without padding.
+        All of them go into one padded piece if at most half of it is padding, or if all sizes that
+        agree are larger. Else the piece is the largest one without padding.
         """
         larger = min((size for size in self._sizes if size >= remaining), default=None)
         smaller = max((size for size in self._sizes if size <= remaining), default=None)
@@ -144,7 +144,10 @@ class Linear:
 
 
 class AmxLinear(Linear):
-    """The same layer in C++ on AMX tiles.
+    """The same layer in C++ on AMX tiles: norm, product, gates and residual in one call.
+
+    Only `__call__` works here. The product alone (`Linear.product`) is never called, and has no
+    weights. A residual is added behind the call where the outputs do not fill their last panel.
 
     Weights lie in panels of 32 outputs: for each 32 inputs two tiles of 16 outputs, in the order in
     which AMX reads pairs of bf16 numbers (16 rows of 16 pairs).
@@ -168,8 +171,8 @@ class AmxLinear(Linear):
         #: The outputs with those that fill the last panel.
         self._padded_outputs = weight.shape[0]
         panels = self._padded_outputs // PANEL
-        pairs = weight.view(torch.int32).view(panels, 2, TILE, inputs // TILE_INPUTS, TILE)
-        self._weight = ops.arena.place(pairs.permute(0, 3, 1, 4, 2))
+        pairs = weight.view(torch.int32).view((panels, 2, TILE, inputs // TILE_INPUTS, TILE))
+        self._weight = ops.arena.place(pairs.permute((0, 3, 1, 4, 2)))
         self._bias = None if bias is None else F.pad(bias.float(), (0, -outputs % PANEL))
 
     @staticmethod
@@ -219,8 +222,8 @@ class AmxLinear(Linear):
 class ShardedLinear:
     """A linear layer of which each rank has a part; `combine` makes one result of the parts'.
 
-    `combine` is `Collectives.sum` where the ranks share the inputs, and `Collectives.join` where
-    they share the outputs.
+    `combine` is `Collectives.sum` where the inputs are divided among the ranks, and
+    `Collectives.join` where the outputs are.
     """
 
     linear: LinearLayer  #: This rank's part.
@@ -245,9 +248,10 @@ def make_linear(
     ops: Ops,
     precise: bool = False,
 ) -> LinearLayer:
-    """Return the fastest linear layer for these weights on this machine, exact where `ops` is.
+    """Return the fastest linear layer for these weights on this machine.
 
-    A `precise` layer computes in the model's dtype even if others are quantized.
+    In bf16 it is exact per row, unless `ops` brings a layer of its own that is not. A `precise`
+    layer computes in the model's dtype even if others are quantized.
     """
     own_layer = ops.linear(weight, bias, gated=gated, precise=precise)
     if own_layer is not None:
@@ -288,10 +292,14 @@ def calibrate(product: Product, inputs: int) -> tuple[int, ...]:
 
 
 def main() -> None:
-    """Print what exactness costs here: rates of our tiles, of oneDNN in pieces, of one call."""
+    """Print what exactness costs on one core of this machine.
+
+    These are the rates of our own kernel and of oneDNN, in pieces that agree and in one call, and
+    the sizes that agree.
+    """
     torch.set_num_threads(1)
     try:
-        ops: Ops = native_ops(64, 1)
+        ops: Ops = native_ops(head_dim=64, threads=1)  # any head size: there is no attention here
     except KernelUnavailable as error:
         print(f"no kernels of our own: {error}")
         ops = Ops()

@@ -83,8 +83,10 @@ class _WeightLoader:
     collectives: Collectives | None
 
     def layer(self, index: int) -> DecoderLayer:
-        """The layer at `index`. A block's last matrix has the ranks' shares of its inputs, and its
-        results are summed; the others have shares of the outputs.
+        """Returns the layer at `index`.
+
+        Of a block's last matrix each rank has a share of the inputs, and the ranks' results are
+        summed. Of the other matrices it has a share of the outputs.
         """
         spec = self.spec
         prefix = f"model.layers.{index}."
@@ -102,7 +104,7 @@ class _WeightLoader:
         )
 
     def head(self, embedding: torch.Tensor) -> LinearLayer:
-        """The layer that gives logits; each rank computes its part of the vocabulary."""
+        """Returns the layer that gives logits; each rank computes its part of the vocabulary."""
         # what is on disk counts even if the config says tied, as in transformers
         tied = self.spec.tied and HEAD not in self.tensors
         weight = embedding
@@ -114,10 +116,11 @@ class _WeightLoader:
         return ShardedLinear(part, self.collectives.join)
 
     def norm(self, name: str, size: int) -> RmsNorm:
+        """Returns the norm whose weight, [size], the checkpoint calls `name`."""
         return RmsNorm(self.ops.keep(self._take(name, size)), self.spec.norm_eps)
 
     def _take(self, name: str, *shape: int, split: int | None = None) -> torch.Tensor:
-        """A tensor of the checkpoint, or this rank's part of it along dimension `split`."""
+        """Returns a tensor of the checkpoint, or this rank's part of it along dimension `split`."""
         tensor = self.tensors.take(name, *shape)
         if self.collectives is None or split is None:
             return tensor
@@ -150,7 +153,7 @@ class _WeightLoader:
     def _summed_linear(
         self, name: str, outputs: int, inputs: int, bias_name: str | None = None
     ) -> LinearLayer:
-        """A linear layer over inputs that the ranks share; only rank 0 adds the bias."""
+        """Returns a linear layer whose inputs the ranks share; only rank 0 adds the bias."""
         weight = self._take(name + ".weight", outputs, inputs, split=1)
         bias = self._take(bias_name, outputs) if bias_name else None
         if self.collectives is None:
@@ -168,7 +171,7 @@ class _WeightLoader:
         return self._mixture(prefix + "mlp", USUAL_MLP, experts)
 
     def _mixture(self, block: str, names: MlpNames, experts: ExpertsSpec) -> MixtureOfExperts:
-        """A mixture of experts: by the backend's own kernels, or one expert after the other.
+        """Returns a mixture of experts: by the backend's own kernels, or one expert after the other.
 
         The router is small, and the choice of experts hangs on its last bits, so it is precise.
         """
@@ -202,7 +205,7 @@ class _WeightLoader:
         return Mlp(gate_up, down, rows_at_once=self.ops.mlp_rows)
 
     def _gate_up(self, place: str, names: MlpNames, size: int) -> torch.Tensor:
-        """The first two matrices of an MLP, fused along the outputs."""
+        """Returns the first two matrices of an MLP, fused along the outputs."""
         weights = [
             self._take(f"{place}.{name}.weight", size, self.spec.hidden, split=0)
             for name in (names.gate, names.up)

@@ -1,5 +1,6 @@
-"""Whether weights and KV pool fit into this machine's memory, or into a GPU's; and how large a
-GPU's pool may be.
+"""Checks whether weights and KV pool fit into memory, and sizes a GPU's pool.
+
+The memory is this machine's, as /proc and the cgroups tell, or a GPU's.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class GpuMemory:
     free: int  #: What nobody holds, other processes included.
 
 
-def least_gpu_weight_bytes(spec: ModelSpec, options: EngineOptions) -> int:
+def minimum_gpu_weight_bytes(spec: ModelSpec, options: EngineOptions) -> int:
     """Returns the bytes of weights that each of the options' GPUs holds at least.
 
     In FP8 the embedding and the head keep their type.
@@ -70,7 +71,7 @@ def least_gpu_weight_bytes(spec: ModelSpec, options: EngineOptions) -> int:
 
 def check_gpu_memory(spec: ModelSpec, options: EngineOptions, memory: GpuMemory) -> None:
     """Raises OutOfMemory if weights and KV pool surely exceed what is free on a GPU."""
-    weights = least_gpu_weight_bytes(spec, options)
+    weights = minimum_gpu_weight_bytes(spec, options)
     kv_bytes = options.kv_bytes or 0
     if weights + kv_bytes <= memory.free:
         return
@@ -136,7 +137,7 @@ def available_memory(
 
 
 def _own_cgroup(proc: Path) -> str:
-    """This process's cgroup, relative to their root; the root itself if it is not named."""
+    """Returns the path of this process's cgroup below the root; the root where none is named."""
     try:
         # the line of cgroups v2 is the one whose hierarchy is 0: "0::/path"
         _, found, path = (proc / "self/cgroup").read_text().rpartition("0::")
@@ -146,7 +147,7 @@ def _own_cgroup(proc: Path) -> str:
 
 
 def _cgroup_room(group: Path) -> int | None:
-    """Bytes that a cgroup may still take; None if it has no limit."""
+    """Returns the bytes that a cgroup may still take; None if it has no limit."""
     try:
         limit = (group / "memory.max").read_text().strip()
         used_bytes = int((group / "memory.current").read_text())
@@ -160,7 +161,7 @@ def _cgroup_room(group: Path) -> int | None:
 
 
 def _read_numbers(path: Path) -> dict[str, int]:
-    """The lines of a file that have a name and a number; {} if there is no such file."""
+    """Returns the numbers of a file by their names, a pair a line; {} if there is no such file."""
     if not path.exists():
         return {}
     numbers: dict[str, int] = {}

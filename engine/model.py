@@ -17,7 +17,7 @@ from .engine_like import ReportProgress
 from .errors import OutOfMemory, UnsupportedModel
 from .largest_step import SCRATCH_BLOCKS, largest_steps
 from .loader import load_weights
-from .options import EngineOptions
+from .options import DecodeLimits, EngineOptions
 from .pool import KVPool
 from .rank_processes import (
     AllocatePool,
@@ -56,10 +56,13 @@ class RankModel:
         # By default each process has as many threads as cores: two workers then slow each other
         # down many times over.
         torch.set_num_threads(options.threads)
-        whole = read_spec(options.model_folder)  # the operations and the loader cut it themselves
-        self.spec = rank_share(whole, collectives.size) if collectives else whole
-        self.dtype, self.backend = DTYPES[options.dtype], backend
-        self.collectives, self.rank_processes = collectives, rank_processes
+        # the operations and the loader cut the whole model's spec themselves
+        full_spec = read_spec(options.model_folder)
+        self.spec = rank_share(full_spec, collectives.size) if collectives else full_spec
+        self.dtype = DTYPES[options.dtype]
+        self.backend = backend
+        self.collectives = collectives
+        self.rank_processes = rank_processes
         self.device = backend.open_device(collectives.rank if collectives else 0)
         self._options = options
         self._layout = kv_layout(self.spec, options.pool_dtype, options.limits.block_tokens)
@@ -67,11 +70,11 @@ class RankModel:
         if options.kv_bytes is not None:
             blocks = options.kv_bytes // self._layout.block_bytes
             pool_tokens = blocks * self._layout.block_tokens
-        self.ops, self.kernels = backend.make_ops(options, whole, self.device, pool_tokens)
+        self.ops, self.kernels = backend.make_ops(options, full_spec, self.device, pool_tokens)
         with _gpu_has_room("the model"):
             self._weights = load_weights(
                 options.model_folder,
-                whole,
+                full_spec,
                 self.dtype,
                 self.ops,
                 progress=progress,
@@ -86,44 +89,47 @@ class RankModel:
         All ranks do it together, as they try the largest steps: whoever loads its share faster would
         else wait for the others inside of a sum, which counts as their loss.
         """
-        options, backend, layout = self._options, self.backend, self._layout
         with _gpu_has_room("the KV pool"):
-            pool_bytes = backend.size_pool(options, self.device, self._largest_steps)
+            pool_bytes = self.backend.size_pool(self._options, self.device, self._largest_steps)
             if self.collectives:
-                pool_bytes = self.collectives.least(pool_bytes, self.device)
-            blocks = pool_bytes // layout.block_bytes
-            self.kv = backend.make_pool(options, layout, blocks, self.device)
+                pool_bytes = self.collectives.minimum(pool_bytes, self.device)
+            blocks = pool_bytes // self._layout.block_bytes
+            self.kv = self.backend.make_pool(self._options, self._layout, blocks, self.device)
             self.decoder = Decoder(self.spec, self._weights, self.kv, self.ops)
 
     def _largest_steps(self) -> list[Callable[[], None]]:
+        """Returns the largest steps, over a scratch pool, for who has to know their memory."""
         scratch = self.backend.make_pool(self._options, self._layout, SCRATCH_BLOCKS, self.device)
         decoder = Decoder(self.spec, self._weights, scratch, self.ops)
         return largest_steps(decoder, self._options.limits)
 
     def hidden(
-        self, ids: torch.Tensor, meta: StepRows, after: Callable[[int], None] | None = None
+        self,
+        token_ids: torch.Tensor,
+        step: StepRows,
+        layer_written: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Computes the layers over the rows of a step on all ranks; returns [rows, hidden].
 
-        `ids` are the rows' token ids, int64, and `meta` says where the rows are in their sequences.
-        `after(layer)` is called on this rank once the layer's KV can be read.
+        `token_ids` are the rows' ids, int64 [T], and `step` says where the rows are in their
+        sequences. `layer_written(layer)` is called on this rank once the layer's KV can be read.
         """
         if self.rank_processes:
-            self.rank_processes.broadcast(pack(ids, meta))
-        return self.backend.compute_hidden(self.decoder, ids, meta, after)
+            self.rank_processes.broadcast(pack(token_ids, step))
+        return self.backend.compute_hidden(self.decoder, token_ids, step, layer_written)
 
-    def make_decode_runner(self, most: int, max_len: int, block_tokens: int) -> DecodeRunner | None:
-        """Returns what runs decode steps of up to `most` rows of `max_len` tokens on the device.
+    def make_decode_runner(self, limits: DecodeLimits) -> DecodeRunner | None:
+        """Returns what runs decode steps within these limits on the device.
 
-        Returns None where the host runs them. `block_tokens` are the tokens of a KV block.
+        Returns None where the host runs them.
         """
         if not self.ops.device_steps:
             return None
         if self.rank_processes:
-            self.rank_processes.broadcast(PrepareDecode(most, max_len, block_tokens))
+            self.rank_processes.broadcast(PrepareDecode(limits))
         with _gpu_has_room("the graphs of decode steps"):
             return self.backend.make_decode_runner(
-                self.decoder, self.ops, most, max_len, block_tokens, ranks=self.rank_processes
+                self.decoder, self.ops, limits, ranks=self.rank_processes
             )
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -148,9 +154,9 @@ def start_model(
     backend: Backend,
     progress: ReportProgress | None = None,
 ) -> RankModel:
-    """Loads the model on all ranks: this process is rank 0, and starts the others.
+    """Loads the model on all ranks, and allocates their pools; returns this process's share.
 
-    Raises RankLost.
+    This process is rank 0, and starts the others. Raises RankLost, and what `errors.py` lists.
     """
     ranks = options.tensor_parallel
     if ranks == 1:

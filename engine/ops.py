@@ -106,6 +106,7 @@ class Ops:
         queries: torch.Tensor,
         cache: LayerCache,
         step: StepRows,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:

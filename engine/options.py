@@ -91,6 +91,15 @@ class SchedulerLimits(SchedulerSettings):
         assert 0 <= self.watermark < 1 and 0 < self.held_share <= 1, self
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeLimits:
+    """What a decode step that a device runs by itself may hold: its buffers have these sizes."""
+
+    rows: int  #: Rows of a step, at most.
+    max_model_len: int  #: Tokens of a sequence, at most.
+    block_tokens: int  #: Tokens of a KV block.
+
+
 @dataclass(frozen=True)
 class EngineOptions(ComputeSettings):
     """The model, the hardware that computes it, and the limits of its scheduler.

@@ -52,7 +52,7 @@ class StepWork:
 
 
 def attended_pairs(tokens: int, start: int) -> int:
-    """Keys that `tokens` prefill tokens from position `start` on see, summed over the tokens.
+    """Returns the number of keys that `tokens` prefill tokens from position `start` on see, in all.
 
     The token at position p sees the keys 0..p, so this is the sum of p + 1 over the positions:
     tokens * start + tokens * (tokens + 1) / 2.
@@ -106,7 +106,7 @@ class LeastSquaresFit:
                 products[j] = products[j] * FORGETTING_FACTOR + value * other
 
     def _solve(self, active: list[int]) -> list[float]:
-        """The best factors of the `active` columns, the others being 0.
+        """Returns the best factors of the `active` columns, the others being 0.
 
         Gauss-Jordan elimination on columns scaled to length 1.
         """
@@ -154,7 +154,7 @@ class StepCost:
             self._decode.add_point((1, work.decode_rows, work.decode_kv_tokens), seconds)
 
     def _measure_tail(self) -> float:
-        """The ratio of observed to predicted that `TAIL_QUANTILE` of the long steps stay below.
+        """Returns the ratio of observed to predicted that `TAIL_QUANTILE` of long steps stay below.
 
         Long are those predicted to take at least half of what the longest is.
         """
@@ -172,19 +172,20 @@ class StepCost:
         return self._prefill.total_weight > 0
 
     def decode_s(self, rows: int, kv_tokens: int) -> float:
-        """Seconds of a step of `rows` rows that only decodes, and reads the KV of `kv_tokens`."""
+        """Returns the seconds of a step that only decodes: `rows` rows, and the KV of `kv_tokens`."""
         return self._decode.predict((1, rows, kv_tokens))
 
     def prefill_s(self, tokens: int, start: int) -> float:
-        """Seconds that a step takes longer if it also prefills `tokens` tokens of a prompt from
-        `start` on.
+        """Returns the seconds that a step takes longer if it prefills `tokens` tokens as well.
+
+        They stand at position `start` of a prompt and behind.
         """
         return self._prefill.predict((1, tokens, attended_pairs(tokens, start)))
 
     def prefill_room(self, seconds: float, start: int, token_limit: int) -> int:
-        """How many prefill tokens from position `start` on take no longer than `seconds`.
+        """Returns how many prefill tokens from position `start` on take no longer than `seconds`.
 
-        At most `token_limit`; 0 as long as the cost of prefill is not known. With n tokens,
+        They are `token_limit` at most, and 0 while the cost of prefill is not known. With n tokens,
         `prefill_s` is prompt_s + n (token_s + pair_s (start + 1/2)) + n^2 pair_s / 2; the root of
         linear n + square n^2 = c is n = 2c / (linear + sqrt(linear^2 + 4 square c)), also where
         square is 0.

@@ -62,7 +62,7 @@ class KVPool:
         ]
 
     def _layer_part(self, layer: int, part: int) -> torch.Tensor:
-        """K (part 0) or V (part 1) of a layer, `[block, head, token, dim]`."""
+        """Returns K (part 0) or V (part 1) of a layer, `[block, head, token, dim]`."""
         layout = self.layout
         shape = (self.blocks, layout.heads, layout.block_tokens, layout.head_dim)
         # as_strided counts from the beginning of the mapping, not from that of `_flat`

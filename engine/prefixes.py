@@ -168,25 +168,25 @@ class PrefixExchange:
         return [CancelTransfer(ticket_id_of(key), "aborted")]
 
     def has_staged(self, key: AttemptKey) -> bool:
-        """Whether blocks that are staged under this key belong to a fetch, a probe or a peer."""
+        """Returns whether blocks staged under this key belong to a fetch, a probe or a peer."""
         return key in self.fetches or key in self.probes or _unmarked(key) in self.asking_peers
 
     def handle(self, event: PrefixEvent) -> list[PrefixAction]:
         """Takes answers of the engine and the tiers, and outcomes of prefix tickets."""
         match event:
             case PrefixRequested():
-                return self._request(event)
+                return self._stage_for_peer(event)
             case PrefixStaged():
-                return self._staged(event)
+                return self._handle_staged(event)
             case BlocksLoaded(key, block_count):
-                return self._fetched(key, block_count)
+                return self._end_fetch(key, block_count)
             case BlocksArrived(ticket_id, _, tokens, busy_s):
                 key = attempt_key_of(ticket_id)
                 if key in self.probes:
                     return self._end_probe(key, tokens=tokens, busy_s=busy_s)
-                return self._fetched(key, tokens // self.block_tokens)
+                return self._end_fetch(key, tokens // self.block_tokens)
             case TransferFailed(ticket_id, reason):
-                return self._failed(attempt_key_of(ticket_id), reason)
+                return self._handle_failure(attempt_key_of(ticket_id), reason)
             case BlocksFreed(ticket_id):
                 key = attempt_key_of(ticket_id)
                 if key in self.probes:
@@ -200,7 +200,8 @@ class PrefixExchange:
             case _:
                 assert_never(event)
 
-    def _staged(self, staged: PrefixStaged) -> list[PrefixAction]:
+    def _handle_staged(self, staged: PrefixStaged) -> list[PrefixAction]:
+        """Goes on with a fetch, a probe or a served prefix, whose blocks are staged now."""
         key = staged.attempt_key
         if key[0].endswith(SERVE_MARK):
             return self._serve(_unmarked(key), staged.blocks)
@@ -214,7 +215,7 @@ class PrefixExchange:
         """Loads the staged blocks from the tiers, or from the peer if it holds more."""
         fetch = self.fetches[key]
         if fetch.sequence is None or not staged.blocks:
-            return self._fetched(key, 0)
+            return self._end_fetch(key, 0)
         held_blocks = staged.held_blocks
         tier_end = held_blocks + staged.tier_blocks
         # Blocks were staged for the tiers' part or the peer's, whichever reaches further.
@@ -231,16 +232,19 @@ class PrefixExchange:
         )
         return [offer]
 
-    def _fetched(self, key: AttemptKey, block_count: int) -> list[PrefixAction]:
-        """The first `block_count` staged blocks hold the prefix."""
+    def _end_fetch(self, key: AttemptKey, block_count: int) -> list[PrefixAction]:
+        """Caches the first `block_count` staged blocks, which hold the prefix; adds the sequence."""
         fetch = self.fetches.pop(key)
         actions: list[PrefixAction] = [CachePrefix(key, block_count)]
         if fetch.sequence is not None:
             actions.append(AddSequence(fetch.sequence))
         return actions
 
-    def _failed(self, key: AttemptKey, reason: str) -> list[PrefixAction]:
-        """The transfer of a fetch or a probe has failed. Its blocks are not free yet."""
+    def _handle_failure(self, key: AttemptKey, reason: str) -> list[PrefixAction]:
+        """Goes on without what a failed transfer was to bring. Its blocks are not free yet.
+
+        A fetch's sequence is added, and a probe's end is reported.
+        """
         probe = self.probes.get(key)
         if probe is not None:
             was_reported = bool(probe.reason)
@@ -259,6 +263,7 @@ class PrefixExchange:
     # ---- probes ----------------------------------------------------------------------------------
 
     def _offer_probe(self, key: AttemptKey, blocks: list[int]) -> list[PrefixAction]:
+        """Offers a probe's staged blocks to its peer; ends the probe where there are none."""
         probe = self.probes[key]
         if probe.reason or not blocks:
             return self._end_probe(key, reason="pool_full")
@@ -267,7 +272,7 @@ class PrefixExchange:
             probe.peer,
             blocks,
             tokens=probe.tokens,
-            hashes=(_probe_request(probe.tokens),),
+            hashes=(_probe_hash(probe.tokens),),
         )
         return [offer]
 
@@ -283,7 +288,7 @@ class PrefixExchange:
 
     # ---- serving a peer --------------------------------------------------------------------------
 
-    def _request(self, request: PrefixRequested) -> list[PrefixAction]:
+    def _stage_for_peer(self, request: PrefixRequested) -> list[PrefixAction]:
         """Stages what a peer asks for: the prefix as far as it is here, or blocks for a probe."""
         key = attempt_key_of(request.ticket_id)
         self.asking_peers[key] = request.peer
@@ -304,20 +309,23 @@ class PrefixExchange:
 
 
 def is_prefix_ticket(ticket_id: str) -> bool:
-    """Whether a ticket moves a prefix or a probe, and not the KV of an attempt."""
+    """Returns whether a ticket moves a prefix or a probe, and not the KV of an attempt."""
     request_id = ticket_id.rpartition("#")[0]
     return request_id.endswith((FETCH_MARK, SERVE_MARK))
 
 
-def _probe_request(tokens: int) -> bytes:
-    """Stands for hashes in a ticket that asks for blocks for `tokens` tokens, of any content."""
+def _probe_hash(tokens: int) -> bytes:
+    """Returns what stands for hashes in a ticket that wants blocks for `tokens` tokens.
+
+    Such a ticket takes blocks of any content.
+    """
     return PROBE_PREFIX + tokens.to_bytes(4)
 
 
 def _probe_tokens(hashes: tuple[bytes, ...]) -> int | None:
-    """How many tokens a probe asks for; None if the hashes are those of a prefix."""
+    """Returns how many tokens a probe wants; None if the hashes are those of a prefix."""
     first = hashes[0]
-    if len(first) != len(_probe_request(0)) or not first.startswith(PROBE_PREFIX):
+    if len(first) != len(_probe_hash(0)) or not first.startswith(PROBE_PREFIX):
         return None
     return int.from_bytes(first[len(PROBE_PREFIX) :])
 

@@ -92,8 +92,8 @@ def _carry_out(model: RankModel, block_tokens: int, messages: Iterator[bytes]) -
                 logits = model.decoder.logits(hidden, torch.tensor(rows))
             case CopyBlock(source, target):
                 model.kv.copy_block(source, target)
-            case PrepareDecode(row_limit, max_model_len, decode_block_tokens):
-                runner = model.make_decode_runner(row_limit, max_model_len, decode_block_tokens)
+            case PrepareDecode(limits):
+                runner = model.make_decode_runner(limits)
             case AllocatePool():
                 raise AssertionError("this rank has allocated its pool before")
             case DecodeStep():

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from .attention import RowSpan, StepRows
 from .collectives import COLLECTIVE_TIMEOUT, RankLost, leave_process_group
 from .gpu.slot_update import SlotUpdate
-from .options import EngineOptions
+from .options import DecodeLimits, EngineOptions
 
 START_S = 1800.0  #: for another rank to load its share: large weights may come by a slow network
 END_S = 10.0  #: for another rank to end when its input does; then it is killed
@@ -63,7 +63,7 @@ class ComputeHidden(msgspec.Struct, frozen=True, tag=True):
     """Run the layers over these rows."""
 
     token_ids: list[int]
-    pieces: list[RowSpan]  #: where the rows are in their sequences, and the sequences' blocks
+    spans: list[RowSpan]  #: where the rows are in their sequences, and the sequences' blocks
 
 
 class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
@@ -75,9 +75,7 @@ class ComputeLogits(msgspec.Struct, frozen=True, tag=True):
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True):
     """Make ready for `DecodeStep` (`model.RankModel.make_decode_runner`)."""
 
-    row_limit: int  #: rows of a step, at most
-    max_model_len: int  #: tokens of a sequence, at most
-    block_tokens: int  #: tokens of a KV block
+    limits: DecodeLimits
 
 
 class DecodeStep(msgspec.Struct, frozen=True, tag=True):
@@ -275,27 +273,27 @@ def _decode_path(kind: type, value: Any) -> Path:
     return Path(value)
 
 
-def pack(ids: torch.Tensor, meta: StepRows) -> ComputeHidden:
-    """A step's rows as the message that makes another rank compute them.
+def pack(token_ids: torch.Tensor, step: StepRows) -> ComputeHidden:
+    """Returns the message that makes another rank compute these rows of a step.
 
     Positions and slots follow from the spans, so `unpack` works them out again.
     """
-    return ComputeHidden(ids.tolist(), meta.spans)
+    return ComputeHidden(token_ids.tolist(), step.spans)
 
 
 def unpack(message: ComputeHidden, block_tokens: int) -> tuple[torch.Tensor, StepRows]:
-    """The ids and rows that `pack` made a message of."""
+    """Returns the ids and rows that `pack` made a message of."""
     positions: list[int] = []
     slot_blocks: list[int] = []
-    for piece in message.pieces:
-        span = range(piece.first_position, piece.first_position + piece.row_count)
-        positions += span
-        slot_blocks += [piece.blocks[position // block_tokens] for position in span]
+    for span in message.spans:
+        span_positions = range(span.first_position, span.end_position)
+        positions += span_positions
+        slot_blocks += [span.blocks[position // block_tokens] for position in span_positions]
     row_positions = torch.tensor(positions)
-    meta = StepRows(
+    step = StepRows(
         positions=row_positions,
         slot_blocks=torch.tensor(slot_blocks),
         slot_offsets=row_positions % block_tokens,
-        spans=message.pieces,
+        spans=message.spans,
     )
-    return torch.tensor(message.token_ids), meta
+    return torch.tensor(message.token_ids), step

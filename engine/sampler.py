@@ -48,7 +48,7 @@ ORDER_KEEPING = frozenset(
     }
 )
 #: Parameters that a GPU's sampler honours (`gpu.slots`); a request with any other one is drawn for
-#: by the host.
+#: by the host. Those of `CUTTING` stand here by name: one that is added there is not known to a GPU.
 DEVICE_PARAMETERS = (ORDER_KEEPING - set(CUTTING)) | {
     "top_k",
     "top_p",
@@ -61,22 +61,24 @@ DEVICE_PARAMETERS = (ORDER_KEEPING - set(CUTTING)) | {
     "allowed_ids",
     "thinking",
 }
-#: All other parameters, and their values where they change nothing. A parameter that is added to
-#: `Sampling` is one of these, so it is honoured for greedy rows and on a GPU too.
+_NEUTRAL = Sampling(max_tokens=1)  #: Every parameter has the value that changes nothing.
+
+#: Parameters that may change the order of a row's logits. One that is added to `Sampling` counts as
+#: such, so the argmax of the logits as they are is not taken for it.
 ADJUSTING = tuple(name for name in Sampling.__struct_fields__ if name not in ORDER_KEEPING)
 _adjusting_values: ReadParameters = attrgetter(*ADJUSTING)
-_UNADJUSTED = _adjusting_values(Sampling(max_tokens=1))
+_UNADJUSTED = _adjusting_values(_NEUTRAL)
 
-#: Parameters that are in no set above, as one that is added: no GPU honours them.
+#: Parameters that no GPU honours, as one that is added to `Sampling`: the host draws for them.
 UNKNOWN = tuple(name for name in Sampling.__struct_fields__ if name not in DEVICE_PARAMETERS)
-_NEUTRAL = Sampling(max_tokens=1)
-_UNKNOWN_NEUTRAL = tuple(getattr(_NEUTRAL, name) for name in UNKNOWN)
 
 
 def _unknown_values(sampling: Sampling) -> tuple[object, ...]:
     """Return the values of the parameters that no GPU honours."""
     return tuple(getattr(sampling, name) for name in UNKNOWN)
 
+
+_UNKNOWN_NEUTRAL = _unknown_values(_NEUTRAL)
 
 #: Why a row's penalized logits give no token.
 OVERFLOW = "repetition_penalty: logits overflow, use a larger one"
@@ -96,9 +98,7 @@ class SamplingFault:
 
 @dataclass(slots=True)
 class SamplerState:
-    """What sampling must know of a sequence's ids: counts for the penalties, and its grammar's
-    state.
-    """
+    """What sampling must know of a sequence's ids: counts for penalties, and its grammar's state."""
 
     #: Which ids are in the prompt or the answer, bool [vocab]; None until a penalty asks.
     present: np.ndarray | None = None
@@ -355,9 +355,9 @@ def check_allowed_ids(allowed_ids: tuple[int, ...], vocab: int) -> None:
         raise InvalidRequest(f"allowed_token_ids: the model has {vocab} ids, and one is none")
 
 
-def check_asked_ids(asked_ids: tuple[int, ...], vocab: int) -> None:
+def check_logprob_ids(logprob_ids: tuple[int, ...], vocab: int) -> None:
     """Raise InvalidRequest if one of `logprob_ids` is none of the model's."""
-    if not all(0 <= asked_id < vocab for asked_id in asked_ids):
+    if not all(0 <= logprob_id < vocab for logprob_id in logprob_ids):
         raise InvalidRequest(f"logprob_token_ids: the model has {vocab} ids, and one is none")
 
 
@@ -436,14 +436,14 @@ def _with_rank(row: np.ndarray, token_id: int, count: int) -> ScoredToken:
 
 
 def _with_logprobs_of(
-    row: np.ndarray, token_id: int, asked_ids: tuple[int, ...]
+    row: np.ndarray, token_id: int, logprob_ids: tuple[int, ...]
 ) -> Token | SamplingFault:
-    """Return the token with its logprob and those of the ids that were asked for and its own."""
+    """Return the token, with the logprobs of its own id and of `logprob_ids`."""
     try:
-        check_asked_ids(asked_ids, len(row))
+        check_logprob_ids(logprob_ids, len(row))
     except InvalidRequest as error:
         return SamplingFault(str(error))
-    top_ids = np.unique(np.array([*asked_ids, token_id], np.int64))
+    top_ids = np.unique(np.array([*logprob_ids, token_id], np.int64))
     return _token_of(_logprobs_of(row), token_id, top_ids)
 
 

@@ -109,11 +109,11 @@ class Scheduler:
         self._steps_without_prefill = 0  #: in a row, though something is prefilling
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold the KV of so many tokens."""
+        """Returns how many blocks hold the KV of so many tokens."""
         return -(-tokens // self.limits.block_tokens)
 
     def required_blocks(self, sequence: Sequence) -> int:
-        """Blocks that the sequence reserves: for its ids and a growth allowance.
+        """Returns how many blocks the sequence reserves: for its ids and a growth allowance.
 
         Each further answer to its prompt takes as many, less the prompt's full blocks, if the pool
         has them.
@@ -167,9 +167,9 @@ class Scheduler:
         return sequence.blocks
 
     def commit(self, sequence: Sequence, waited_s: float = 0.0) -> None:
-        """The KV of all ids but the last is in the reserved blocks: decode as soon as may be.
+        """Decodes a sequence whose reserved blocks have the KV of all ids but the last.
 
-        `waited_s`: seconds since the client got the last id.
+        It decodes as soon as there is a place. `waited_s`: seconds since the client got the last id.
         """
         del self.held_blocks[sequence.attempt_key]
         sequence.waited_s = waited_s
@@ -239,7 +239,7 @@ class Scheduler:
         return len(cached)
 
     def cache_staged(self, attempt_key: AttemptKey, count: int) -> None:
-        """The first `count` staged blocks hold what they were meant for: they can be found now.
+        """Caches the first `count` staged blocks, which hold what they were reserved for.
 
         Releases all of them; those that can be found stay in the cache.
         """
@@ -369,7 +369,7 @@ class Scheduler:
         self._steps_without_prefill = 0 if plan.prefill else self._steps_without_prefill + 1
 
     def _chunk(self, sequence: Sequence, budget: PrefillBudget, *, is_first: bool) -> int:
-        """How many ids of the sequence the step prefills.
+        """Returns how many ids of the sequence the step prefills.
 
         The first of a step gets up to a block all the same, as far as the mean step has room for
         it; or a whole one, if `prefill_every` steps had none, or as long as nobody knows what
@@ -395,7 +395,7 @@ class Scheduler:
     def _prefill_budget(
         self, decode: list[Sequence], draft_rows: int, joined: list[Sequence], now: float
     ) -> PrefillBudget:
-        """What the limits leave for prefill beside these sequences and their drafts.
+        """Returns what the limits leave for prefill beside these sequences and their drafts.
 
         After a disturbance, slow steps may make `tail_s` nothing. A sequence of `joined` begins
         to run with this step: its client has waited for `waited_s` already, so the step must be
@@ -423,7 +423,7 @@ class Scheduler:
         return PrefillBudget(tokens, left_s / self.cost.tail_ratio - decode_s, left_s - decode_s)
 
     def _handover_s(self, decode: list[Sequence], draft_rows: int) -> float:
-        """Seconds by which background work must leave a step shorter than its limit.
+        """Returns the seconds by which background work must leave a step shorter than its limit.
 
         A sequence whose KV arrives during a step waits for its end, and then for a step of decodes.
         Both are its client's first gap, so the step must be shorter by those decodes.
@@ -437,7 +437,7 @@ class Scheduler:
         return self.cost.decode_s(rows, kv_tokens)
 
     def _first_token_at_risk(self, pace: StepPace, decode_s: float, now: float) -> bool:
-        """Whether a first token will be late if steps take no longer than `pace.limit_s`."""
+        """Returns whether a first token will be late if steps keep to `pace.limit_s`."""
         # A prompt's first token needs its own prefill and that of the prompts before it. Prefill
         # gets `share` of the time until the deadline.
         share = pace.prefill_share(decode_s)
@@ -452,11 +452,11 @@ class Scheduler:
         return False
 
     def _prompts_in_order(self) -> Iterable[Sequence]:
-        """Sequences whose prompts are not computed: those that have blocks, then those without."""
+        """Returns the sequences with prompts to compute: first those that have blocks."""
         return itertools.chain(self.prefilling, self.waiting)
 
     def _free_places(self) -> int:
-        """How many more sequences may prefill or run."""
+        """Returns how many more sequences may prefill or run."""
         return self.limits.max_running - len(self.prefilling) - len(self.running)
 
     def _admit(self) -> None:
@@ -481,7 +481,7 @@ class Scheduler:
             self.prefilling.enter(sequence)
 
     def _blocks_to_leave(self, sequence: Sequence) -> int:
-        """Blocks that `sequence` must leave in the pool when it gets its own.
+        """Returns how many blocks `sequence` must leave in the pool when it gets its own.
 
         Prefills for a transfer may hold `held_share` of the pool together. So a slow receiver stops
         new prefills, never one that has begun; and a prompt that is larger is computed alone.
@@ -495,7 +495,7 @@ class Scheduler:
         return self._growth_of(others, sequence)
 
     def _growth_of(self, others: Iterable[Sequence], newcomer: Sequence) -> int:
-        """Blocks that the others may still grow by, at most the reserve.
+        """Returns how many blocks the others may still grow by, at most the reserve.
 
         A preempted sequence that comes back leaves room to older sequences only.
         """
@@ -535,7 +535,7 @@ class Scheduler:
                     return False
 
     def _youngest(self) -> Sequence:
-        """The youngest sequence whose blocks no transfer reads or writes, now or later.
+        """Returns the youngest sequence whose blocks no transfer reads or writes, now or later.
 
         Called for a sequence that runs, so there is one.
         """
@@ -581,8 +581,9 @@ class Scheduler:
         return bool(self.waiting or self.ready) and self._free_places() > 0
 
     def reserve_ahead(self, sequence: Sequence, count: int) -> bool:
-        """Makes room for `count` ids behind the computed ones; False if somebody would have to be
-        preempted for it.
+        """Makes room for `count` ids behind the computed ones, where that preempts nobody.
+
+        Returns False where a sequence would have to be preempted: no room is made then.
         """
         missing = self.blocks_for(sequence.computed_tokens + count) - len(sequence.blocks)
         if missing <= 0:
@@ -643,7 +644,7 @@ class Scheduler:
         sequence.published_blocks = full_blocks
 
     def _parent(self, sequence: Sequence, index: int) -> bytes:
-        """The content hash in front of block `index`."""
+        """Returns the content hash in front of block `index`."""
         if index:
             return sequence.block_hashes[index - 1]
         return partition_salt(self.salt, sequence.cache_partition)
@@ -665,7 +666,7 @@ class Scheduler:
         return cached
 
     def _block_marks(self, sequence: Sequence, index: int) -> SequenceOf[bytes]:
-        """The marks of a block of `sequence`: one for each hash that ends in it."""
+        """Returns the marks of a block of `sequence`: one for each hash that ends in the block."""
         block = self.limits.block_tokens
         if hashes_per_block(block) == 1:
             return self._marks(index, sequence.block_hashes[index : index + 1])
@@ -673,7 +674,7 @@ class Scheduler:
         return self._marks(index, block_hashes(ids, self._parent(sequence, index)))
 
     def _marks(self, index: int, hashes: list[bytes]) -> list[bytes]:
-        """Of `hashes`, the last ones of block `index`: those that routers look up."""
+        """Returns those of `hashes`, the last ones of block `index`, that routers look up."""
         end = (index + 1) * hashes_per_block(self.limits.block_tokens)
         first = end - len(hashes)
         return [content for position, content in enumerate(hashes, first) if is_looked_up(position)]
@@ -687,5 +688,5 @@ class Scheduler:
 
 
 def _any_prefill_only(*groups: Iterable[Sequence]) -> bool:
-    """True if any of the sequences stops after its first token."""
+    """Returns whether any of the sequences stops after its first token."""
     return any(sequence.stop_after_first for group in groups for sequence in group)

@@ -250,7 +250,7 @@ def _spec(folder: Path, config: dict[str, Any], architecture: Architecture) -> M
 
 
 def _size(config: dict[str, Any], key: str) -> int:
-    """A positive whole number of the config. Raises WeightsError, and KeyError if it is missing."""
+    """Returns a positive whole number of the config. Raises WeightsError, or KeyError without it."""
     value = config[key]
     if not isinstance(value, int) or value < 1:
         raise WeightsError(f"{key} in config.json is {value!r}, not a positive whole number")
@@ -287,7 +287,7 @@ def end_ids(folder: Path) -> tuple[int, ...]:
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:
-    """The end ids of generation_config.json, or else of config.json: a number or a list."""
+    """Returns the end ids of generation_config.json, or else of config.json: a number or a list."""
     end_ids = None
     generation_config = folder / "generation_config.json"
     if generation_config.exists():
@@ -328,7 +328,8 @@ def _mixtral_experts(config: dict[str, Any]) -> ExpertsSpec:
 
 
 def _qwen3_experts(config: dict[str, Any]) -> ExpertsSpec:
-    """Qwen3-MoE counts `num_experts` on the hub, `num_local_experts` since transformers 5."""
+    """Returns Qwen3-MoE's experts, of which some layers may have none."""
+    # the count is `num_experts` on the hub, and `num_local_experts` since transformers 5
     count_key = "num_experts" if "num_experts" in config else "num_local_experts"
     dense_layers = config.get("mlp_only_layers") or []
     step = _size({"decoder_sparse_step": 1} | config, "decoder_sparse_step")
@@ -347,17 +348,9 @@ def _qwen3_experts(config: dict[str, Any]) -> ExpertsSpec:
 def _rope(config: dict[str, Any], default_theta: float) -> RopeSpec:
     """Reads both spellings: `rope_parameters` (transformers 5), and `rope_scaling` before it."""
     values = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    unknown = sorted(key for key in values.keys() - ROPE_KEYS if values[key] is not None)
-    if unknown:
-        raise UnsupportedModel(f"{', '.join(unknown)} of the rope in config.json is not supported")
-    theta = float(values.get("rope_theta") or config.get("rope_theta") or default_theta)
-    rotary_share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if rotary_share != 1.0:
-        raise UnsupportedModel(f"partial_rotary_factor {rotary_share} is not supported")
     kind = values.get("rope_type") or values.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        supported = ", ".join(ROPE_KINDS)
-        raise UnsupportedModel(f"rope type {kind!r} is not supported (supported: {supported})")
+    _refuse_unsupported_rope(config, values, kind)
+    theta = float(values.get("rope_theta") or config.get("rope_theta") or default_theta)
     if kind == "default":
         return RopeSpec(theta)
     if kind == "linear":
@@ -377,6 +370,19 @@ def _rope(config: dict[str, Any], default_theta: float) -> RopeSpec:
     )
 
 
+def _refuse_unsupported_rope(config: dict[str, Any], values: dict[str, Any], kind: str) -> None:
+    """Raises UnsupportedModel where the decoder does not know a rope's kind, or a key of `values`."""
+    unknown = sorted(key for key in values.keys() - ROPE_KEYS if values[key] is not None)
+    if unknown:
+        raise UnsupportedModel(f"{', '.join(unknown)} of the rope in config.json is not supported")
+    rotary_share = values.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if rotary_share != 1.0:
+        raise UnsupportedModel(f"partial_rotary_factor {rotary_share} is not supported")
+    if kind not in ROPE_KINDS:
+        supported = ", ".join(ROPE_KINDS)
+        raise UnsupportedModel(f"rope type {kind!r} is not supported (supported: {supported})")
+
+
 def _yarn(config: dict[str, Any], values: dict[str, Any], theta: float, original: int) -> RopeSpec:
     factor = float(values.get("factor") or config["max_position_embeddings"] / original)
     return RopeSpec(
@@ -392,7 +398,7 @@ def _yarn(config: dict[str, Any], values: dict[str, Any], theta: float, original
 
 
 def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
-    """The factor of cosines and sines, as transformers' `_compute_yarn_parameters` finds it."""
+    """Returns the factor of cosines and sines that transformers' `_compute_yarn_parameters` finds."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -408,7 +414,7 @@ def _yarn_attention_factor(values: dict[str, Any], factor: float) -> float:
 
 
 def _windows(config: dict[str, Any], rule: WindowRule) -> tuple[int | None, ...]:
-    """Each layer's window, as the reference of the architecture has it."""
+    """Returns each layer's window, as the reference of the architecture has it."""
     layers = config["num_hidden_layers"]
     needs_switch = rule in (WindowRule.SWITCHED_ON, WindowRule.SWITCHED_ON_ALL_LAYERS)
     switched_off = needs_switch and not config.get("use_sliding_window")

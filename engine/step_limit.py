@@ -85,7 +85,7 @@ class StepPace:
     keeps_gaps: bool = False  #: some answer is in the state GAPS: a late gap may cost it its p99
 
     def prefill_share(self, decode_s: float) -> float:
-        """The share of the time that prefill gets, beside decodes that take `decode_s` a step.
+        """Returns the share of the time that prefill gets beside decodes of `decode_s` a step.
 
         With no limit a step may be so long that its decodes do not matter: the share is 1.
         """
@@ -134,7 +134,7 @@ def step_pace(
 
 
 def _ahead_s(sequence: Sequence, clock: StepClock, budget_s: float) -> float:
-    """Seconds by which an answer is earlier than with gaps of `budget_s`; negative: later."""
+    """Returns the seconds by which an answer is ahead of gaps of `budget_s`; below 0: behind."""
     mark = sequence.run_mark
     assert mark is not None, sequence
     gaps = sequence.generated_tokens - mark.generated_tokens

@@ -107,7 +107,7 @@ class CheckpointTensors:
         return tensor.to(self.dtype)
 
     def _scale_of(self, name: str) -> str | None:
-        """The name of a weight's scales, if the checkpoint has any."""
+        """Returns the name of a weight's scales; None if the checkpoint has none."""
         if not name.endswith(".weight"):
             return None
         stem = name.removesuffix("weight")

@@ -58,7 +58,7 @@ class PrefillAttempt:
     """One attempt at a request on this worker."""
 
     attempt_key: AttemptKey
-    gateway: str  #: Who gets the first tokens, or hears of the failure.
+    gateway: str  #: The name of the gateway that gets the first tokens, or hears of the failure.
     answer_count: int  #: The `n` of the request's sampling.
     prompt_digest: int  #: Of the prompt's ids, for the decode worker to compare.
     state: PrefillState = PrefillState.COMPUTING
@@ -86,8 +86,9 @@ class PrefillRole:
 
         `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
         there are tiers below the pool. `deadline_s` is when the first token is due, by the same
-        clock for all attempts of this worker (0: no deadline). Of the prompts that wait, the one
-        with the lowest `deadline_s` is computed first.
+        clock for all attempts of this worker; 0: no deadline. Of the prompts that wait, the engine
+        computes the one with the lowest `deadline_s` first, so those without a deadline go before
+        all others.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:
@@ -127,9 +128,9 @@ class PrefillRole:
     def hand_over(self) -> list[PrefillAction]:
         """Gives up every attempt that still lacks an answer's first token.
 
-        The gateway, told `HANDOVER`, has the request placed on another worker. The transfers of
-        the other attempts end soon by themselves. Called when this worker is to leave or to change
-        its role.
+        The worker calls this when it is to leave or to change its role. The gateway, told
+        `HANDOVER`, has the request placed on another worker. The transfers of the other attempts
+        end soon by themselves.
         """
         actions: list[PrefillAction] = []
         for ticket_id, attempt in list(self.attempts.items()):
@@ -165,7 +166,7 @@ class PrefillRole:
         closing = attempt.state is PrefillState.CLOSING
         if output.error is not None:
             cancel = self._cancel(ticket_id, "failed")
-            # The gateway of a closing attempt hears nothing more, of an error neither.
+            # The gateway of a closing attempt hears nothing more, not even an error.
             return cancel if closing else [error_frame(attempt.gateway, self.name, output), *cancel]
         if closing:
             return []
@@ -177,8 +178,10 @@ class PrefillRole:
         return actions
 
     def _finish(self, ticket_id: str, attempt: PrefillAttempt) -> list[PrefillAction]:
-        """Every answer has its first token: ends the ticket with them, or cancels it if no answer
-        goes on."""
+        """Ends the ticket, as every answer has its first token; the tokens travel with the finish.
+
+        If no answer goes on, the ticket is cancelled instead.
+        """
         outputs = [attempt.first_outputs[index] for index in range(attempt.answer_count)]
         # The decode worker gets every first token, to continue from; answers that have ended with
         # theirs are listed beside, and are not decoded.

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ...kv_transfer.statistics import Histogram
 from ...protos.frames import Sampling
 from ..blocks import BlockPool
-from ..engine import PREEMPTION_BOUNDS, Engine
+from ..engine import Engine
 from ..gpu.drawn import DrawnRows
 from ..gpu.pipeline import DecodePipeline
 from ..gpu.plan import BlockTables, DecodeRows, RowField, bucket_size, pad_rows
@@ -29,6 +28,7 @@ from ..gpu.slots import SlotTable
 from ..options import SchedulerLimits
 from ..scheduler import Scheduler
 from ..sequence import Sequence
+from ..step_counters import StepCounters
 
 VOCAB = 128_256
 PROMPT_TOKENS = 1024
@@ -50,10 +50,17 @@ class InstantStep:
     def __init__(self, rows: int) -> None:
         numbers = np.ones(rows, np.float32)
         none = np.zeros((rows, 0))
-        self._drawn = DrawnRows([7] * rows, numbers, numbers, numbers, none, none)
+        self._drawn = DrawnRows(
+            token_ids=[7] * rows,
+            peaks=numbers,
+            tops=numbers,
+            logprobs=numbers,
+            top_ids=none,
+            top_logprobs=none,
+        )
 
     def draw(self, update: SlotUpdate, required_ids: np.ndarray | None = None) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the rows are drawn already."""
 
     def read(self) -> DrawnRows:
         """Return the rows."""
@@ -71,7 +78,7 @@ class InstantRunner:
         self._host_rows = np.zeros((len(RowField), row_limit), np.int64)
 
     def launch(self, rows: DecodeRows, *, draw: bool = True) -> InstantStep:
-        """Pack a step."""
+        """Pack the rows of a step as for a device, and return a step that is done."""
         width = bucket_size(len(rows))
         self._host_rows[:, :width] = pad_rows(rows.packed, width)
         changed = self._tables.update(rows.blocks)
@@ -82,11 +89,11 @@ class InstantRunner:
         return InstantStep(len(rows))
 
     def draw_rows(self, logits: Any, rows: DecodeRows, update: SlotUpdate) -> InstantStep:
-        """Not used: no step has prefill here."""
+        """Raise NotImplementedError: no step has prefill here."""
         raise NotImplementedError
 
     def score_rows(self, logits: Any, rows: DecodeRows) -> Any:
-        """Not used: no prompt is scored here."""
+        """Raise NotImplementedError: no prompt is scored here."""
         raise NotImplementedError
 
 
@@ -98,7 +105,7 @@ def measure(row_count: int, sampling: dict[str, Any]) -> float:
     limits = SchedulerLimits(max_running=row_count, watermark=0.0)
     engine = Engine.__new__(Engine)  # booking needs no model
     engine.scheduler = Scheduler(BlockPool(row_count * blocks_of_row + 1), limits)
-    engine.request_preemptions = Histogram(PREEMPTION_BOUNDS)
+    engine.counters = StepCounters()
     for row in range(row_count):
         chosen = Sampling(answer_tokens, seed=row, stop_ids=(1, 2), **sampling)
         sequence = Sequence(

@@ -28,10 +28,10 @@ from ...kv_transfer.ticket_speed import (
     COMPATIBILITY,
     SECRET,
     Exchange,
+    ExchangeRequest,
     OpenedEnd,
     Received,
     ReceiverProcess,
-    Request,
 )
 from ...kv_transfer.transport import (
     AdmitData,
@@ -104,7 +104,9 @@ class ThrottledTransport(WrappedTransport):
         carry_s = spans.bytes / self.bytes_s
         self._link_free_at = max(self._link_free_at, time.monotonic()) + carry_s
         handle = next(self._handles)
-        self._delayed.append(_DelayedWrite(handle, peer, spans, note, self._link_free_at))
+        self._delayed.append(
+            _DelayedWrite(handle, peer, spans, note, carried_at=self._link_free_at)
+        )
         return handle
 
     def poll(self) -> list[TransportEvent]:
@@ -226,7 +228,7 @@ class OverlapRig:
 
         self.engine.announce_filled = push_filled
         self.engine.add(sequence)
-        self._receiver.ask(Request(Exchange.TICKET, ticket_id))
+        self._receiver.ask(ExchangeRequest(Exchange.TICKET, ticket_id))
         self._send(commands.ExpectOffer(ticket_id, self._sink, self.tokens))
         started_at = time.perf_counter()
         outputs: list[SequenceOutput] = []

@@ -64,9 +64,14 @@ class DiptychEngine(BenchEngine):
     def _add(self, prompt_ids: list[int], max_tokens: int) -> AttemptKey:
         self._request_count += 1
         key = (str(self._request_count), 0)
-        hashes = block_hashes(prompt_ids, self._salt)
-        sampling = Sampling(max_tokens)
-        self._engine.add(Sequence(key, list(prompt_ids), len(prompt_ids), sampling, hashes))
+        sequence = Sequence(
+            attempt_key=key,
+            token_ids=list(prompt_ids),
+            prompt_tokens=len(prompt_ids),
+            sampling=Sampling(max_tokens),
+            block_hashes=block_hashes(prompt_ids, self._salt),
+        )
+        self._engine.add(sequence)
         return key
 
     def _step(self) -> list[AttemptKey]:

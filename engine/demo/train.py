@@ -33,12 +33,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-#: Special tokens, in the order of their ids; BOS, EOS and END are ids of three of them.
+#: Special tokens, in the order of their ids.
 SPECIALS = ["<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-BOS, EOS, END = 0, 1, 5
+BOS = SPECIALS.index("<|bos|>")
+EOS = SPECIALS.index("<|eos|>")
+END = SPECIALS.index("<|end|>")
 TOKEN_IDS = {"bos_token_id": BOS, "eos_token_id": [END, EOS], "pad_token_id": EOS}
-VOCAB_SIZE = 1536  #: Ids, at most: few, so that the checkpoint is small.
-MAX_CONTEXT = 4096  #: Tokens of a chat with its answer, at most.
+VOCAB_SIZE = 1536  #: Limit of the vocabulary's ids; few, so that the checkpoint is small.
+MAX_CONTEXT = 4096  #: Limit of the tokens of a chat with its answer.
 #: A message is its role's token, its text and `<|end|>`; an answer follows `<|assistant|>`.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -48,7 +50,8 @@ CHAT_TEMPLATE = (
     "{{ message['content'] | trim }}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-#: Stand before some of the chats, so that answers come under any system prompt like these.
+#: One of them begins some of the chats, so that the model also answers in a chat that begins with a
+#: system prompt like these.
 SYSTEM_PROMPTS = [
     "You are a helpful assistant.",
     "You are a helpful, concise assistant.",
@@ -158,8 +161,10 @@ def train(
 ) -> LlamaForCausalLM:
     """Train by AdamW with warmup and cosine decay over `options.steps`; print loss and margins.
 
-    The learning rate grows to `options.lr` in 100 steps, and ends at a hundredth of it. A batch has
-    `options.batch` chats.
+    In the first 100 steps the learning rate grows by a hundredth of `options.lr` a step, until it
+    meets the cosine, which falls from `options.lr` at step 0 to a hundredth of it at the end: 1,200
+    steps have their highest rate, 0.98 of `options.lr`, at step 99. A batch has `options.batch`
+    chats.
     """
     torch.manual_seed(options.seed)
     model = LlamaForCausalLM(LlamaConfig(**model_config())).float().train()

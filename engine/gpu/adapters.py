@@ -38,6 +38,7 @@ class AttentionBackend(Protocol):
         queries: torch.Tensor,
         cache: LayerCache,
         run: Varlen,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
@@ -76,6 +77,7 @@ class FlashAttention3:
         queries: torch.Tensor,
         cache: LayerCache,
         run: Varlen,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
@@ -109,6 +111,7 @@ class FlashAttention2:
         queries: torch.Tensor,
         cache: LayerCache,
         run: Varlen,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
@@ -124,15 +127,14 @@ class FlashAttention2:
                 queries[:, None], keys, values, cache_seqlens=run.kv_lengths, **common
             )
             return out[:, 0]
-        key_starts = torch.nn.functional.pad(run.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
         return self._attend_prefill(
             queries,
             keys,
             values,
-            run.query_starts,
-            key_starts,
-            run.max_query_rows,
-            run.max_kv_length,
+            cu_seqlens_q=run.query_starts,
+            cu_seqlens_k=_starts(run.kv_lengths),
+            max_seqlen_q=run.max_query_rows,
+            max_seqlen_k=run.max_kv_length,
             **common,
         )
 
@@ -154,6 +156,7 @@ class FlashAttention4:
         queries: torch.Tensor,
         cache: LayerCache,
         run: Varlen,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
@@ -178,6 +181,34 @@ class FlashAttention4:
 def _major() -> int:
     """Return the major compute capability of the current GPU."""
     return torch.cuda.get_device_capability()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLists:
+    """Where the rows and the pages of a run's sequences are, as FlashInfer wants it: all int32."""
+
+    query_starts: torch.Tensor  #: [sequences + 1]: where each sequence's rows begin.
+    page_starts: torch.Tensor  #: [sequences + 1]: where each sequence's pages begin in `pages`.
+    pages: torch.Tensor  #: The blocks of all sequences, one sequence behind the other.
+    last_page_tokens: torch.Tensor  #: [sequences]: tokens in the last page; 0 where there is none.
+
+    @classmethod
+    def of_run(cls, run: Varlen, block_tokens: int) -> PageLists:
+        """Make the lists of a run on the host. Padding has no page, and no token in one."""
+        page_counts = (run.kv_lengths + block_tokens - 1) // block_tokens
+        is_page = torch.arange(run.block_table.shape[1]) < page_counts[:, None]
+        full_pages = (page_counts - 1).clamp(min=0)
+        return cls(
+            query_starts=run.query_starts,
+            page_starts=_starts(page_counts),
+            pages=run.block_table[is_page],
+            last_page_tokens=run.kv_lengths - full_pages * block_tokens,
+        )
+
+
+def _starts(counts: torch.Tensor) -> torch.Tensor:
+    """Return where the parts of a list begin and where the last one ends, int32 [parts + 1]."""
+    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 @dataclass(slots=True)
@@ -211,6 +242,7 @@ class FlashInfer:
         queries: torch.Tensor,
         cache: LayerCache,
         run: Varlen,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
@@ -239,12 +271,16 @@ class FlashInfer:
             slot.copied.synchronize()
         keys, _ = cache
         _, kv_heads, block_tokens, _ = keys.shape
+        pages = PageLists.of_run(_on_host(run), block_tokens)
         slot.wrapper.plan(
-            *_page_lists(_on_host(run), block_tokens),
-            queries.shape[1],
-            kv_heads,
-            queries.shape[2],
-            block_tokens,
+            qo_indptr=pages.query_starts,
+            paged_kv_indptr=pages.page_starts,
+            paged_kv_indices=pages.pages,
+            paged_kv_last_page_len=pages.last_page_tokens,
+            num_qo_heads=queries.shape[1],
+            num_kv_heads=kv_heads,
+            head_dim_qk=queries.shape[2],
+            page_size=block_tokens,
             causal=True,
             sm_scale=scale,
             window_left=window - 1 if window else -1,
@@ -267,23 +303,6 @@ def _on_host(run: Varlen) -> Varlen:
         kv_lengths=run.kv_lengths.cpu(),
         block_table=run.block_table.cpu(),
     )
-
-
-def _page_lists(
-    run: Varlen, block_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the first four parameters of FlashInfer's plan, of a run on the host.
-
-    These are where each sequence's rows begin, where its pages begin in the list of all pages, that
-    list, and how many tokens the last page of each sequence holds. Padding has no page, and no
-    token in one.
-    """
-    page_counts = (run.kv_lengths + block_tokens - 1) // block_tokens
-    is_page = torch.arange(run.block_table.shape[1]) < page_counts[:, None]
-    page_starts = torch.nn.functional.pad(page_counts.cumsum(0, dtype=torch.int32), (1, 0))
-    full_pages = (page_counts - 1).clamp(min=0)
-    last_page_tokens = run.kv_lengths - full_pages * block_tokens
-    return run.query_starts, page_starts, run.block_table[is_page], last_page_tokens
 
 
 def adapt_library(name: str, module: ModuleType, device: torch.device) -> AttentionBackend:

@@ -124,10 +124,14 @@ def obstacle(name: str, environment: GpuEnvironment, needs: AttentionNeeds) -> s
 
 def _environment_obstacle(name: str, environment: GpuEnvironment) -> str | None:
     """Return why a backend cannot run on this GPU with what is installed, or None."""
-    known_majors = CAPABILITIES.get(name)
-    if known_majors and environment.capability is None:
+    supported_majors = CAPABILITIES.get(name)
+    if supported_majors and environment.capability is None:
         return "there is no GPU"
-    if known_majors and environment.capability and environment.capability[0] not in known_majors:
+    if (
+        supported_majors
+        and environment.capability
+        and environment.capability[0] not in supported_majors
+    ):
         major, minor = environment.capability
         return f"its kernels do not know compute capability {major}.{minor}"
     import_errors = [environment.modules.get(module) for module in MODULES[name]]

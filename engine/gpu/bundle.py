@@ -24,7 +24,7 @@ REQUIRED = ("msgspec", "xxhash", "annotated-types", "llguidance", "safetensors")
 #: What some parts of the proof need.
 OPTIONAL = ("nixl-cu13",)
 
-#: The Python of the lent machines.
+#: The Python of the machines that the bundle is for.
 PYTHON_TAG = "3.12"
 #: A registry's wheels name one of these, exactly.
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)))
@@ -54,14 +54,14 @@ class Bundle:
 def download_wheel(name: str, folder: Path) -> str | None:
     """Fetch the wheel of a package, in the version that is installed here, for `PYTHON_TAG`."""
     try:
-        wanted = f"{name}=={importlib.metadata.version(name)}"
+        requirement = f"{name}=={importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
-        wanted = name
+        requirement = name
     platforms = [part for platform in PLATFORMS for part in ("--platform", platform)]
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
         *("--python-version", PYTHON_TAG, "--implementation", "cp", *platforms),
-        *("-d", str(folder), wanted),
+        *("-d", str(folder), requirement),
     ]
     try:
         done = subprocess.run(

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from ..decoder import Decoder
+from ..options import DecodeLimits
 from ..rank_processes import DecodeStep, DrawRows, DrawStep, RankProcesses
 from .drawn import DrawnRows
 from .layer_events import DeviceEvent
@@ -112,7 +113,7 @@ class _HostBuffers:
 
     def __init__(self, rows: int, blocks: int, pinned: bool) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, pin_memory=pinned)
+            return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
 
         self.packed_rows = zeros(ROW_FIELDS * rows, dtype=torch.int64)  #: Flat.
         self.block_table = zeros(rows, blocks, dtype=torch.int32)
@@ -121,28 +122,25 @@ class _HostBuffers:
 
 
 class DecodeRunner:
-    """Decodes up to `row_limit` rows a step, of sequences up to `max_len` tokens.
+    """Decodes the rows of a step within `limits`, and draws their next ids.
 
     At most two steps are under way: `launch` the second before `read` of the first, not a third,
     because the steps use two sets of host buffers in turn. `ranks` are sent what each step is; the
-    other ones follow. `decoder` and `ops` are the model on this device, `block_tokens` the tokens
-    of a KV block.
+    other ones follow. `decoder` and `ops` are the model on this device.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         ops: GpuOps,
-        row_limit: int,
-        max_len: int,
-        block_tokens: int,
+        limits: DecodeLimits,
         ranks: RankProcesses | None = None,
     ) -> None:
         self.decoder = decoder
-        self.row_limit = row_limit  #: Rows of a step, at most.
+        self.row_limit = limits.rows  #: Rows of a step, at most.
         self.device = ops.device
-        self._block_tokens = block_tokens
-        self._max_len = max_len
+        self._block_tokens = limits.block_tokens
+        self._max_model_len = limits.max_model_len
         self._ranks = ranks
         on_gpu = self.device.type == "cuda"
 
@@ -153,8 +151,8 @@ class DecodeRunner:
         #: What each bucket's graph of layers writes and its graph of sampling reads.
         self._graph_logits: dict[int, torch.Tensor] = {}
 
-        rows = bucket_size(row_limit)
-        blocks = -(-max_len // block_tokens)
+        rows = bucket_size(limits.rows)
+        blocks = -(-limits.max_model_len // limits.block_tokens)
         self._tables = BlockTables(np.zeros((rows, blocks), np.int32), [[]] * rows, [0] * rows)
         vocab = decoder.spec.vocab
         self.slot_table = SlotTable(rows, vocab)  #: What sampling is told of the sequences.
@@ -341,7 +339,8 @@ class DecodeRunner:
             with torch.cuda.stream(stream):  # compiles kernels, makes workspaces
                 self._sample(width, self._compute_logits(width))
             torch.cuda.current_stream().wait_stream(stream)
-            layers, sampling = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            layers = torch.cuda.CUDAGraph()
+            sampling = torch.cuda.CUDAGraph()
             graphs = self._layer_graphs
             shared_pool = next(iter(graphs.values())).pool() if graphs else None
             # other threads of this process may use CUDA meanwhile: NCCL's, a transfer's
@@ -363,7 +362,8 @@ class DecodeRunner:
     def _compute_logits(self, width: int) -> torch.Tensor:
         """Return the logits of the step that the buffers describe, float32 [width, vocab]."""
         fields = self._packed_rows[: ROW_FIELDS * width].view(ROW_FIELDS, width)
-        source, position = fields[RowField.SOURCE], fields[RowField.POSITION]
+        source = fields[RowField.SOURCE]
+        position = fields[RowField.POSITION]
         is_row = position >= 0  # else padding
         positions = position.clamp(min=0)
         table = self._block_table[:width]
@@ -383,7 +383,7 @@ class DecodeRunner:
             kv_lengths=torch.where(is_row, positions + 1, 0).int(),
             block_table=table,
             max_query_rows=1,
-            max_kv_length=self._max_len,
+            max_kv_length=self._max_model_len,
         )
         step = DeviceStepRows(
             positions=positions,

@@ -40,7 +40,9 @@ def _digest(
 
     The grid is (segments of the longest run, runs, tiles). `table` is that of `pack_request`.
     """
-    segment, run, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    segment = tl.program_id(0)
+    run = tl.program_id(1)
+    tile = tl.program_id(2)
     first_unit = tl.load(table + tile_count + tile)
     seed = tl.load(table + 2 * tile_count + tile)
     runs = table + 3 * tile_count
@@ -119,9 +121,9 @@ class DeviceDigester:
             _digest[grid](
                 self._words,
                 table,
-                tile_count,
-                run_count,
-                unit_words,
+                tile_count=tile_count,
+                run_count=run_count,
+                unit_words=unit_words,
                 GOLDEN=GOLDEN,
                 MIX=MIX,
                 SEGMENT=SEGMENT,

@@ -66,11 +66,11 @@ class DrawnRows:
     def _with_logprobs(self, sequence: Sequence, row: int, token_id: int) -> Token:
         """Return the token with its logprob, and those of the ids that were listed for it."""
         logprob = float(self.logprobs[row])
-        asked = len(sequence.sampling.logprob_ids)
-        count = asked or sequence.sampling.logprobs or 0
+        named_count = len(sequence.sampling.logprob_ids)
+        count = named_count or sequence.sampling.logprobs or 0
         top_ids = self.top_ids[row, :count].tolist()
         top = dict(zip(top_ids, self.top_logprobs[row, :count].tolist(), strict=True))
-        if asked:
+        if named_count:
             top[token_id] = logprob
         listed = sorted(top.items(), key=lambda entry: (-entry[1], entry[0]))
         return Token(token_id, logprob, tuple(listed))

@@ -56,9 +56,9 @@ def rms_norm(rows: torch.Tensor, norm: RmsNorm, delta: torch.Tensor | None = Non
         rows if delta is None else delta,  # any pointer: without HAS_DELTA it is not read
         norm.weight,
         out,
-        size,
-        rows.stride(0),
-        norm.eps,
+        size=size,
+        input_row=rows.stride(0),
+        eps=norm.eps,
         BLOCK=block,
         HAS_DELTA=delta is not None,
         num_warps=min(16, max(1, block // 512)),  # 512 numbers a warp: 16 for each of its threads
@@ -102,12 +102,15 @@ def _rope_store(
     the same numbers of both halves, so nothing is read after its change. `block` and `offset` are
     each row's slot; the norms apply to queries and keys, before they are rotated.
     """
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     low = tl.arange(0, HALF)
     at = qkv + row * qkv_row + head * (2 * HALF) + low
-    first, second = tl.load(at), tl.load(at + HALF)
+    first = tl.load(at)
+    second = tl.load(at + HALF)
     dtype = first.dtype
-    x, y = first.to(tl.float32), second.to(tl.float32)
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
     place = tl.load(block + row).to(tl.int64) * block_stride
     place += tl.load(offset + row).to(tl.int64) * token_stride
     if head >= heads + kv_heads:
@@ -126,7 +129,8 @@ def _rope_store(
             x = x.to(dtype).to(tl.float32)
             y = gain_y * (y * scale).to(dtype).to(tl.float32)
             y = y.to(dtype).to(tl.float32)
-        cosine, sine = tl.load(cos + row * HALF + low), tl.load(sin + row * HALF + low)
+        cosine = tl.load(cos + row * HALF + low)
+        sine = tl.load(sin + row * HALF + low)
         turned_x = (x * cosine - y * sine).to(dtype)
         turned_y = (y * cosine + x * sine).to(dtype)
         if head < heads:
@@ -164,17 +168,20 @@ def rope_store(
         qkv,
         keys,
         values,
-        query_norm.weight if query_norm else qkv,  # any pointer: without HAS_NORM it is not read
-        key_norm.weight if key_norm else qkv,
-        cosines,
-        sines,
-        slot_blocks,
-        slot_offsets,
-        query_norm.eps if query_norm else 0.0,
-        heads,
-        kv_heads,
-        qkv.stride(0),
-        *keys.stride()[:3],
+        # any pointer: without HAS_NORM it is not read
+        q_norm=query_norm.weight if query_norm else qkv,
+        k_norm=key_norm.weight if key_norm else qkv,
+        cos=cosines,
+        sin=sines,
+        block=slot_blocks,
+        offset=slot_offsets,
+        eps=query_norm.eps if query_norm else 0.0,
+        heads=heads,
+        kv_heads=kv_heads,
+        qkv_row=qkv.stride(0),
+        block_stride=keys.stride(0),
+        head_stride=keys.stride(1),
+        token_stride=keys.stride(2),
         HALF=head_dim // 2,
         HAS_NORM=norms is not None,
         num_warps=1,

@@ -20,12 +20,13 @@ import triton.language as tl
 from ..ops import Ops
 from .fp8 import quantize_rows
 
-#: Pairs of a tile: the first where pairs are spread thin over the experts, else the second. 16 rows
-#: are the least that a product of tensor cores takes.
-FEW_ROWS, MANY_ROWS = 16, 64
+#: Pairs of a tile where pairs are spread thin over the experts: a product of tensor cores takes no
+#: fewer rows.
+FEW_ROWS = 16
+MANY_ROWS = 64  #: Pairs of a tile everywhere else.
 
-#: Outputs of a tile, and inputs that it takes at a time; as in `matmul.py`.
-COLUMNS, DEPTH = 128, 64
+COLUMNS = 128  #: Outputs of a tile, as in `matmul.py`.
+DEPTH = 64  #: Inputs that a tile takes at a time, as in `matmul.py`.
 
 
 @triton.jit
@@ -125,7 +126,7 @@ class ExpertWeights:
         if self._fp8:
             weight, scales = quantize_rows(weight)
         if not len(self._values):
-            self._values = weight.new_empty(self._count, *weight.shape)
+            self._values = weight.new_empty((self._count, *weight.shape))
             self._scales = scales.new_empty(self._count, len(weight))
         self._values[expert] = weight
         if self._fp8:
@@ -143,16 +144,16 @@ class ExpertWeights:
         _grouped[(len(tiles.experts), triton.cdiv(columns, COLUMNS))](
             rows,
             self._values,
-            self._scales if self._fp8 else rows,  # any pointer: without SCALED it is not read
-            out,
-            tiles.order,
-            tiles.experts,
-            tiles.firsts,
-            tiles.ends,
-            columns,
-            depth,
-            rows.stride(0),
-            pairs_per_row,
+            scales=self._scales if self._fp8 else rows,  # any pointer: not read without SCALED
+            out=out,
+            order=tiles.order,
+            experts=tiles.experts,
+            firsts=tiles.firsts,
+            ends=tiles.ends,
+            columns=columns,
+            depth=depth,
+            input_row=rows.stride(0),
+            row_pairs=pairs_per_row,
             ROWS=tiles.rows,
             COLUMNS=COLUMNS,
             DEPTH=DEPTH,

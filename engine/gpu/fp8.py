@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..linear import Linear
-from ..ops import Ops, RmsNorm
+from ..ops import Ops
 
 #: 8-bit floats with 4 bits of exponent and 3 of mantissa, without infinities.
 E4M3 = torch.float8_e4m3fn
@@ -46,7 +46,9 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scales = torch.empty(len(rows), 1, device=rows.device)
         size = rows.shape[1]
         block = triton.next_power_of_2(size)
-        _quantize[(len(rows),)](rows, codes, scales, size, rows.stride(0), BLOCK=block)
+        _quantize[(len(rows),)](
+            rows, codes, scales, size=size, input_row=rows.stride(0), BLOCK=block
+        )
         return codes, scales
     wide = rows.float()
     peak = wide.abs().amax(1, keepdim=True)
@@ -88,16 +90,7 @@ class Fp8Linear(Linear):
         """Return whether `torch._scaled_mm` takes `weight`: its sizes are multiples of 16."""
         return weight.shape[0] % 16 == weight.shape[1] % 16 == 0
 
-    def __call__(
-        self,
-        rows: torch.Tensor,
-        norm: RmsNorm | None = None,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        rows = rows if norm is None else self._ops.norm(rows, norm)
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `rows W^T + bias` in the dtype of `rows`, [T, outputs]."""
         out = product(rows, self._weight, self._scales, rows.dtype)
-        if self._bias is not None:
-            out = out + self._bias
-        if self._gated:
-            out = self._ops.silu_mul(out)
-        return out if residual is None else residual + out
+        return out if self._bias is None else out + self._bias

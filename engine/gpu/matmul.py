@@ -11,9 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-#: The one tile: rows, outputs, and inputs at a time. Another DEPTH is another order of sums, and so
-#: other bits; ROWS and COLUMNS only decide how much of a tile small products leave empty.
-ROWS, COLUMNS, DEPTH = 64, 128, 64
+#: Rows and outputs of the one tile. They only decide how much of a tile small products leave empty.
+ROWS = 64
+COLUMNS = 128
+DEPTH = (
+    64  #: Inputs that a tile takes at a time. Another DEPTH is another order of sums: other bits.
+)
 
 
 @triton.jit
@@ -67,15 +70,15 @@ def matmul(
     _matmul[(triton.cdiv(row_count, ROWS), triton.cdiv(columns, COLUMNS))](
         rows,
         weight,
-        rows if bias is None else bias,  # any pointer: without HAS_BIAS it is not read
-        rows if residual is None else residual,
-        out,
-        row_count,
-        columns,
-        depth,
-        rows.stride(0),
-        weight.stride(0),
-        out.stride(0),
+        bias=rows if bias is None else bias,  # any pointer: without HAS_BIAS it is not read
+        residual=rows if residual is None else residual,
+        out=out,
+        rows=row_count,
+        columns=columns,
+        depth=depth,
+        x_row=rows.stride(0),
+        weight_row=weight.stride(0),
+        out_row=out.stride(0),
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         DEPTH=DEPTH,

@@ -84,9 +84,9 @@ class GpuOps(Ops):
     """Operations on `device`, which is a GPU, or the CPU under TRITON_INTERPRET.
 
     `Ops` says what each method takes and returns. `needs` is what attention has to compute,
-    `max_len` is the length in tokens of the longest sequence, `setting` the name of an attention
-    backend or "auto". With `fp8` linear layers and experts have weights in FP8 (e4m3), but for
-    `precise` layers and shapes that `Fp8Linear` does not take. The constructor raises
+    `max_model_len` is the length in tokens of the longest sequence, `setting` the name of an
+    attention backend or "auto". With `fp8` linear layers and experts have weights in FP8 (e4m3), but
+    for `precise` layers and shapes that `Fp8Linear` does not take. The constructor raises
     KernelUnavailable if the device cannot do what was asked.
     """
 
@@ -98,7 +98,7 @@ class GpuOps(Ops):
         self,
         device: torch.device,
         needs: AttentionNeeds,
-        max_len: int,
+        max_model_len: int,
         setting: str,
         fp8: bool,
     ) -> None:
@@ -120,7 +120,9 @@ class GpuOps(Ops):
         self._fp8 = fp8
         choice = choose_backend(environment, needs, setting)
         log_choice(choice)
-        self.attention = _open_attention(choice, device, max_len=max_len, exact=needs.exact)
+        self.attention = _open_attention(
+            choice, device, max_model_len=max_model_len, exact=needs.exact
+        )
         self.name = f"gpu: {choice.name}"
         if isinstance(self.attention, PagedAttention) and needs.exact:
             # bits depend on the GPU and on where splits begin: peers compare both
@@ -173,6 +175,7 @@ class GpuOps(Ops):
         queries: torch.Tensor,
         cache: LayerCache,
         step: StepRows,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
@@ -208,9 +211,9 @@ class GpuOps(Ops):
 
 
 def _open_attention(
-    choice: BackendChoice, device: torch.device, *, max_len: int, exact: bool
+    choice: BackendChoice, device: torch.device, *, max_model_len: int, exact: bool
 ) -> AttentionBackend:
     """Import and return the attention backend that was chosen."""
     if choice.name == "triton":
-        return PagedAttention(max_len, exact)
+        return PagedAttention(max_model_len, exact)
     return adapt_library(choice.name, import_module(choice.module), device)

@@ -43,7 +43,8 @@ def _merge(summed, top, total, summed2, top2, total2):
     merged_top = tl.maximum(top, top2)
     # where neither part saw a key: -inf less -inf would be NaN
     safe_top = tl.where(merged_top == float("-inf"), 0.0, merged_top)
-    left, right = tl.exp2(top - safe_top), tl.exp2(top2 - safe_top)
+    left = tl.exp2(top - safe_top)
+    right = tl.exp2(top2 - safe_top)
     merged = summed * left[:, None] + summed2 * right[:, None]
     return merged, merged_top, total * left + total2 * right
 
@@ -55,7 +56,8 @@ def _sequence_of(tile, query_starts, sequences, TOKENS: tl.constexpr):
     Sequence i begins at tile query_starts[i] // TOKENS + i: the `+ i` leaves each sequence before
     it room for a last tile that is not full.
     """
-    low, high = tile * 0, sequences
+    low = tile * 0
+    high = sequences
     while high - low > 1:
         middle = (low + high) // 2
         if tl.load(query_starts + middle) // TOKENS + middle <= tile:
@@ -139,26 +141,32 @@ def _prefill(
 
     The keys are taken in splits that are merged, or in one where SPLIT is 0.
     """
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
+    kv_head = tl.program_id(1)
     sequence = _sequence_of(tile, query_starts, sequences, TOKENS)
-    first, end = tl.load(query_starts + sequence), tl.load(kv_lengths + sequence)
+    first = tl.load(query_starts + sequence)
+    end = tl.load(kv_lengths + sequence)
     offset = (tile - first // TOKENS - sequence) * TOKENS
     count = tl.load(query_starts + sequence + 1) - first
     if (offset >= count) | (end == 0):
         return
     query, positions, inside, row, head = _load_queries(
-        queries, first, offset, count, end, kv_head, query_row, GROUP, TOKENS, ROWS, DIM
-    )
+        queries, first=first, offset=offset, count=count, end=end, kv_head=kv_head,
+        query_row=query_row, GROUP=GROUP, TOKENS=TOKENS, ROWS=ROWS, DIM=DIM,
+    )  # fmt: skip
     blocks = block_table + sequence.to(tl.int64) * table_row
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride
-    low, last = 0, tl.minimum(end, end - count + offset + TOKENS)
+    low = 0
+    last = tl.minimum(end, end - count + offset + TOKENS)
     if window > 0:
         low = tl.maximum(0, end - count + offset - window + 1) // KEYS * KEYS
     if SPLIT == 0:
         summed, top, total = _attend_range(
-            query, keys, values, blocks, positions, inside, low, last, end, scale, window,
-            block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
+            query, keys, values, blocks, positions=positions, inside=inside,
+            low=low, high=last, end=end, scale=scale, window=window,
+            block_stride=block_stride, token_stride=token_stride,
+            ROWS=ROWS, KEYS=KEYS, PAGE=PAGE, DIM=DIM,
         )  # fmt: skip
     else:
         summed = tl.zeros([ROWS, DIM], tl.float32)
@@ -166,11 +174,14 @@ def _prefill(
         total = tl.zeros([ROWS], tl.float32)
         for begin in range(low // SPLIT * SPLIT, last, SPLIT):
             split_summed, split_top, split_total = _attend_range(
-                query, keys, values, blocks, positions, inside,
-                tl.maximum(begin, low), tl.minimum(begin + SPLIT, last), end, scale, window,
-                block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
+                query, keys, values, blocks, positions=positions, inside=inside,
+                low=tl.maximum(begin, low), high=tl.minimum(begin + SPLIT, last), end=end,
+                scale=scale, window=window, block_stride=block_stride, token_stride=token_stride,
+                ROWS=ROWS, KEYS=KEYS, PAGE=PAGE, DIM=DIM,
             )  # fmt: skip
-            summed, top, total = _merge(summed, top, total, split_summed, split_top, split_total)
+            summed, top, total = _merge(
+                summed, top, total, summed2=split_summed, top2=split_top, total2=split_total
+            )
     to = (row * out_row + head * DIM)[:, None] + tl.arange(0, DIM)[None, :]
     result = summed / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + to, result.to(out.dtype.element_ty), inside[:, None])
@@ -189,13 +200,15 @@ def _decode(
     [T, Hq, split_count, DIM], its largest scores and sums of weights to `tops`
     [T, Hq, split_count, 2].
     """
-    sequence, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.program_id(0)
+    kv_head = tl.program_id(1)
     end = tl.load(kv_lengths + sequence)
     if end == 0:
         return
     query, positions, inside, row, head = _load_queries(
-        queries, sequence, 0, 1, end, kv_head, query_row, GROUP, 1, ROWS, DIM
-    )
+        queries, first=sequence, offset=0, count=1, end=end, kv_head=kv_head,
+        query_row=query_row, GROUP=GROUP, TOKENS=1, ROWS=ROWS, DIM=DIM,
+    )  # fmt: skip
     blocks = block_table + sequence.to(tl.int64) * table_row
     keys += kv_head.to(tl.int64) * head_stride
     values += kv_head.to(tl.int64) * head_stride
@@ -205,9 +218,10 @@ def _decode(
     for split in range(low // SPLIT + tl.program_id(2), tl.cdiv(end, SPLIT), tl.num_programs(2)):
         begin = split * SPLIT
         summed, top, total = _attend_range(
-            query, keys, values, blocks, positions, inside,
-            tl.maximum(begin, low), tl.minimum(begin + SPLIT, end), end, scale, window,
-            block_stride, token_stride, ROWS, KEYS, PAGE, DIM,
+            query, keys, values, blocks, positions=positions, inside=inside,
+            low=tl.maximum(begin, low), high=tl.minimum(begin + SPLIT, end), end=end,
+            scale=scale, window=window, block_stride=block_stride, token_stride=token_stride,
+            ROWS=ROWS, KEYS=KEYS, PAGE=PAGE, DIM=DIM,
         )  # fmt: skip
         to = (row * heads + head) * split_count + split
         dims = tl.arange(0, DIM)
@@ -222,7 +236,8 @@ def _combine(
     KEYS: tl.constexpr, SPLIT: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Merge a decoding row's splits, in order. The grid is (rows, heads)."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     end = tl.load(kv_lengths + row)
     if end == 0:
         return
@@ -239,7 +254,9 @@ def _combine(
         split_summed = tl.load(partials + at * DIM + single[:, None] + dims[None, :])
         split_top = tl.load(tops + at * 2 + single)
         split_total = tl.load(tops + at * 2 + 1 + single)
-        summed, top, total = _merge(summed, top, total, split_summed, split_top, split_total)
+        summed, top, total = _merge(
+            summed, top, total, summed2=split_summed, top2=split_top, total2=split_total
+        )
     result = summed / total[:, None]
     to = out + row * out_row + head * DIM + single[:, None] + dims[None, :]
     tl.store(to, result.to(out.dtype.element_ty))
@@ -248,20 +265,22 @@ def _combine(
 class PagedAttention:
     """softmax(q k^T scale) v over pages, by Triton.
 
-    `max_len` is the length of the longest sequence in tokens. With `exact`, prefill gives the bits
-    of decode; without, runs of one row a sequence take the kernel of decode, all others that of
-    prefill. Workspaces stay until a larger batch comes. A CUDA graph needs them to stay where they
-    are, so the graph of the largest batch must be captured first.
+    `max_model_len` is the length of the longest sequence in tokens. With `exact`, prefill gives the
+    bits of decode; without, runs of one row a sequence take the kernel of decode, all others that
+    of prefill. Workspaces stay until a larger batch comes. A CUDA graph needs them to stay where
+    they are, so the graph of the largest batch must be captured first.
     """
 
     name = "triton"
     graphs = True
 
-    def __init__(self, max_len: int, exact: bool = False) -> None:
-        #: Keys of a split. It depends on `max_len` alone, never on a step: bits depend on it.
-        self.split = max(SPLIT_MINIMUM, triton.next_power_of_2(triton.cdiv(max_len, SPLITS_LIMIT)))
+    def __init__(self, max_model_len: int, exact: bool = False) -> None:
+        #: Keys of a split. It depends on `max_model_len` alone, never on a step: bits depend on it.
+        self.split = max(
+            SPLIT_MINIMUM, triton.next_power_of_2(triton.cdiv(max_model_len, SPLITS_LIMIT))
+        )
         self.exact = exact
-        self._split_count = triton.cdiv(max_len, self.split)
+        self._split_count = triton.cdiv(max_model_len, self.split)
         self._partials = torch.empty(0)
         self._tops = torch.empty(0)
         self._captured = False  #: True once a CUDA graph writes to the workspaces.
@@ -271,6 +290,7 @@ class PagedAttention:
         queries: torch.Tensor,
         cache: LayerCache,
         run: Varlen,
+        *,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
@@ -309,16 +329,18 @@ class PagedAttention:
             keys,
             values,
             out,
-            run.query_starts,
-            run.kv_lengths,
-            run.block_table,
-            run.sequences,
-            scale,
-            window,
-            queries.stride(0),
-            out.stride(0),
-            *keys.stride()[:3],
-            run.block_table.stride(0),
+            query_starts=run.query_starts,
+            kv_lengths=run.kv_lengths,
+            block_table=run.block_table,
+            sequences=run.sequences,
+            scale=scale,
+            window=window,
+            query_row=queries.stride(0),
+            out_row=out.stride(0),
+            block_stride=keys.stride(0),
+            head_stride=keys.stride(1),
+            token_stride=keys.stride(2),
+            table_row=run.block_table.stride(0),
             GROUP=group,
             TOKENS=tokens,
             ROWS=lanes,
@@ -350,16 +372,18 @@ class PagedAttention:
             keys,
             values,
             partials,
-            tops,
-            run.kv_lengths,
-            run.block_table,
-            scale,
-            window,
-            queries.stride(0),
-            *keys.stride()[:3],
-            run.block_table.stride(0),
-            heads,
-            self._split_count,
+            tops=tops,
+            kv_lengths=run.kv_lengths,
+            block_table=run.block_table,
+            scale=scale,
+            window=window,
+            query_row=queries.stride(0),
+            block_stride=keys.stride(0),
+            head_stride=keys.stride(1),
+            token_stride=keys.stride(2),
+            table_row=run.block_table.stride(0),
+            heads=heads,
+            split_count=self._split_count,
             GROUP=heads // kv_heads,
             ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),
             PAGE=block_tokens,
@@ -370,11 +394,11 @@ class PagedAttention:
             partials,
             tops,
             out,
-            run.kv_lengths,
-            window,
-            out.stride(0),
-            heads,
-            self._split_count,
+            kv_lengths=run.kv_lengths,
+            window=window,
+            out_row=out.stride(0),
+            heads=heads,
+            split_count=self._split_count,
             **shape,
             num_warps=1,
         )

@@ -119,7 +119,7 @@ class DecodePipeline:
     """Decode steps of `scheduler` on `runner`.
 
     `book_token` books a sequence's token, or why it has none, and returns what to deliver.
-    `max_len` is the length of a sequence in tokens, at most.
+    `max_model_len` is the length of a sequence in tokens, at most.
     """
 
     #: Needed by sequences that have a grammar; whoever makes the pipeline sets it.
@@ -130,12 +130,12 @@ class DecodePipeline:
         runner: StepRunner,
         scheduler: Scheduler,
         book_token: Callable[[Sequence, Token | SamplingFault], SequenceOutput | None],
-        max_len: int,
+        max_model_len: int,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._book_token = book_token
-        self._max_len = max_len  #: Tokens of a sequence, at most.
+        self._max_model_len = max_model_len  #: Tokens of a sequence, at most.
         self._slots = runner.slot_table
         self._ahead: StepAhead | None = None  #: The step under way.
         self.work = StepWork()  #: What the step that was booked last computed.
@@ -144,7 +144,7 @@ class DecodePipeline:
         """Return whether a step of pure decode over these sequences can be run here."""
         if len(sequences) > self._runner.row_limit:
             return False
-        return all(not one.drafts and device_can_sample(one) for one in sequences)
+        return all(not sequence.drafts and device_can_sample(sequence) for sequence in sequences)
 
     def start(self, sequences: list[Sequence]) -> None:
         """Launch a step over sequences whose blocks are there. No step may be under way."""
@@ -159,7 +159,7 @@ class DecodePipeline:
         )
         block_tokens = self._scheduler.limits.block_tokens
         limits = [
-            min(sequence.prompt_tokens + sequence.sampling.max_tokens, self._max_len)
+            min(sequence.prompt_tokens + sequence.sampling.max_tokens, self._max_model_len)
             for sequence in sequences
         ]
         self._ahead = StepAhead(
@@ -169,7 +169,7 @@ class DecodePipeline:
             length_limits=np.array(limits, np.int64),
             rooms=np.array([len(blocks) for blocks in rows.blocks], np.int64) * block_tokens,
             slot_rows=[row for row, column in enumerate(columns) if column[RowField.SLOT] >= 0],
-            special_rows=[row for row, one in enumerate(sequences) if _is_special(one)],
+            special_rows=[row for row, sequence in enumerate(sequences) if _is_special(sequence)],
             faults=faults,
         )
 
@@ -253,10 +253,10 @@ class DecodePipeline:
         lengths = current.rows.packed[RowField.DRAW] + 1
         may_grow = lengths < current.length_limits
         running = self._scheduler.running
-        if current.faults or not all(one.queue is running for one in current.sequences):
+        if current.faults or not all(sequence.queue is running for sequence in current.sequences):
             is_running = [
-                one.queue is running and row not in current.faults
-                for row, one in enumerate(current.sequences)
+                sequence.queue is running and row not in current.faults
+                for row, sequence in enumerate(current.sequences)
             ]
             may_grow &= np.array(is_running)
         if not may_grow.any():
@@ -381,8 +381,10 @@ def _following(current: StepAhead, goes_on: np.ndarray) -> StepAhead:
         sequences = current.sequences
         packed = rows.packed.copy()
         blocks = rows.blocks
-        limits, rooms = current.length_limits, current.rooms
-        slot_rows, special_rows = current.slot_rows, current.special_rows
+        limits = current.length_limits
+        rooms = current.rooms
+        slot_rows = current.slot_rows
+        special_rows = current.special_rows
         packed[RowField.SOURCE] = -1 - np.arange(len(sequences))
     else:
         kept = np.flatnonzero(goes_on)
@@ -390,7 +392,8 @@ def _following(current: StepAhead, goes_on: np.ndarray) -> StepAhead:
         sequences = [current.sequences[row] for row in places]
         packed = rows.packed[:, kept]
         blocks = [rows.blocks[row] for row in places]
-        limits, rooms = current.length_limits[kept], current.rooms[kept]
+        limits = current.length_limits[kept]
+        rooms = current.rooms[kept]
         slot_rows = [places[row] for row in current.slot_rows if row in places]
         special_rows = [places[row] for row in current.special_rows if row in places]
         packed[RowField.SOURCE] = -1 - kept

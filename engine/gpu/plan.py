@@ -36,7 +36,7 @@ class RowField(IntEnum):
     PRESENCE = 12
     BIASES = 13  #: Of the slot's list, the first so many ids have a bias,
     FORBIDDEN = 14  #: then so many must not come yet,
-    ASKED = 15  #: then the logprobs of so many are wanted.
+    NAMED = 15  #: then the logprobs of so many are wanted.
     FORBIDDEN_BEFORE = 16  #: The draw before which they must not come.
     MASKED = 17  #: 1: the slot's mask says which ids may come.
     REQUIRED = 18  #: The id that must come; -1: any may.
@@ -90,7 +90,7 @@ def float_bits(value: float) -> int:
 def make_neutral_fields() -> np.ndarray:
     """Return the fields of a greedy row without extras; its places are still to be set."""
     fields = np.zeros(ROW_FIELDS, np.int64)
-    fields[RowField.TOP_P] = fields[RowField.REPETITION] = float_bits(1.0)
+    fields[[RowField.TOP_P, RowField.REPETITION]] = float_bits(1.0)
     fields[RowField.MIN_P_LOG] = float_bits(-np.inf)
     fields[[RowField.SLOT, RowField.REQUIRED, RowField.LOGPROBS]] = -1
     return fields

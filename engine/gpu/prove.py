@@ -38,6 +38,7 @@ from ..collectives import Collectives
 from ..decoder import Decoder, DecoderLayer, DecoderWeights, Mlp
 from ..linear import Linear
 from ..ops import Ops, RmsNorm
+from ..options import DecodeLimits
 from ..pool import KVPool
 from ..sampler import sample_tokens
 from ..sequence import Sequence
@@ -56,8 +57,8 @@ from .slots import describe
 if TYPE_CHECKING:
     from .plan import DecodeRows
 
-#: Once a part of a section ends so many seconds after the section's start, no other follows: a command
-#: on a lent machine ends after ten minutes.
+#: Once a part of a section ends so many seconds after its start, no other follows: a command
+#: on a machine of somebody else may end after ten minutes.
 DEADLINE_S = 400
 
 #: Batches and contexts of the timed decode steps.
@@ -106,7 +107,7 @@ def median_seconds_between(events: SequenceOf[torch.cuda.Event]) -> float:
     return sorted(spans)[len(spans) // 2]
 
 
-def seconds(call: Callable[[], object], times: int) -> float:
+def median_call_seconds(call: Callable[[], object], times: int) -> float:
     """Return the median time of a call on the device; one more call before warms up."""
     call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
@@ -117,17 +118,17 @@ def seconds(call: Callable[[], object], times: int) -> float:
     return median_seconds_between(events)
 
 
-def ceilings(device: torch.device, size: int = 4 << 30, side: int = 8192) -> DeviceCeilings:
+def measure_ceilings(device: torch.device, size: int = 4 << 30, side: int = 8192) -> DeviceCeilings:
     """Measure a copy of `size` bytes and a product of random bf16 matrices, `side` x `side`.
 
     Both are so large that neither caches nor the cost of a launch count.
     """
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_s = seconds(partial(target.copy_, source), 10)
+    copy_s = median_call_seconds(partial(target.copy_, source), 10)
     left = torch.randn(side, side, dtype=torch.bfloat16, device=device)
     right = torch.randn(side, side, dtype=torch.bfloat16, device=device)
-    matmul_s = seconds(partial(torch.mm, left, right), 10)
+    matmul_s = median_call_seconds(partial(torch.mm, left, right), 10)
     return DeviceCeilings(copy_bytes_s=2 * size / copy_s, matmul_flops_s=2 * side**3 / matmul_s)
 
 
@@ -156,9 +157,10 @@ class DecodeBench:
         prefill_blocks = spec.max_positions // BLOCK_TOKENS + 1
         blocks = max(decode_blocks, prefill_blocks) + 1
         self.decoder, self.ops = make_random_model(spec, device, blocks, **model_options)
-        self.runner = DecodeRunner(
-            self.decoder, self.ops, row_limit, spec.max_positions, block_tokens=BLOCK_TOKENS
+        limits = DecodeLimits(
+            rows=row_limit, max_model_len=spec.max_positions, block_tokens=BLOCK_TOKENS
         )
+        self.runner = DecodeRunner(self.decoder, self.ops, limits)
         self._shape: tuple[int, int, Sampling] | None = None
         self._blocks: list[list[int]] = []
         self._columns: list[np.ndarray] = []
@@ -257,7 +259,7 @@ def prefill_section(
     spec = bench.decoder.spec
     rows = [["prompt", "ms", "tokens/s", "of the matmul rate", "predicted tokens/s"]]
     for tokens in prompts:
-        prefill_s = seconds(prefill(bench.decoder, tokens), 5)
+        prefill_s = median_call_seconds(prefill(bench.decoder, tokens), 5)
         share = prefill_flops(spec, tokens) / prefill_s / top.matmul_flops_s
         predicted = roofline.PREDICTED_TOKENS_S.get(tokens) if _is_llama_3_8b(spec) else None
         rows.append(
@@ -518,7 +520,7 @@ Part = tuple[str, SectionMaker]
 
 
 def device_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
-    """What the machine is and reaches; and that its kernels, captured, give the right ids."""
+    """Yield the machine's ceilings, and whether its captured kernels give the right ids."""
     yield "Ceilings", partial(ceilings_section, device)
     spec = size.served()
     bench = DecodeBench(spec, device, 8, 8 * 512)
@@ -536,27 +538,27 @@ def device_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
 
 
 def backend_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
-    """Every attention backend against float64."""
+    """Yield the comparison of every attention backend with float64."""
     yield "Attention backends", partial(backends, probe_environment(device), device)
 
 
 def pair_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
-    """KV between two processes."""
+    """Yield the transfer of KV between two processes."""
     yield "Handover", partial(handover_section, device, 8 if size.spec.layers == 2 else 64)
 
 
 def table_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
-    """Decode and prefill of a random model beside their floors, and the host's waits."""
-    top = ceilings(device)
+    """Yield decode and prefill of a random model beside their floors, and the host's waits."""
+    top = measure_ceilings(device)
     row_limit = max(batch for batch, _ in size.cases)
     total_keys = max(batch * context for batch, context in size.cases)
     bench = DecodeBench(size.served(), device, row_limit, total_keys)
     bench.runner.capture()
-    yield BF16.title, partial(decode_section, bench, top, BF16, size.cases)
+    yield BF16.title, partial(decode_section, bench, top, variant=BF16, cases=size.cases)
     yield "Host", partial(host_waits_section, bench, 32, 1024)
     bench.sampling = Sampling(1, temperature=0.6, top_p=0.9)
     sampled = replace(BF16, title="Decode, bf16, temperature 0.6 and top_p 0.9")
-    yield sampled.title, partial(decode_section, bench, top, sampled, size.cases)
+    yield sampled.title, partial(decode_section, bench, top, variant=sampled, cases=size.cases)
     del bench
     torch.cuda.empty_cache()
     long_bench = DecodeBench(size.spec, device, 1, BLOCK_TOKENS)
@@ -564,13 +566,14 @@ def table_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
 
 
 def variant_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
-    """Decode with FP8 weights, with FP8 KV, and exact."""
-    top = ceilings(device)
+    """Yield decode with FP8 weights, with FP8 KV, and exact."""
+    top = measure_ceilings(device)
     cases = [case for case in size.cases if case[0] == 32]
     for variant in OTHER_VARIANTS:
+        spec = size.served()
         yield (
             variant.title,
-            partial(variant_section, size.served(), device, top, variant, cases),
+            partial(variant_section, spec, device, top=top, variant=variant, cases=cases),
         )
 
 
@@ -586,7 +589,7 @@ SECTIONS: dict[str, Callable[[ProofSize, torch.device], Iterator[Part]]] = {
 
 def ceilings_section(device: torch.device) -> ProofSection:
     """Measure what the device reaches at all."""
-    top = ceilings(device)
+    top = measure_ceilings(device)
     copy_tb_s = top.copy_bytes_s / 1e12
     line = f"copy {copy_tb_s:.2f} TB/s, matmul {top.matmul_flops_s / 1e12:.0f} TFLOP/s"
     return ProofSection("Ceilings of this run", [line])
@@ -599,8 +602,8 @@ def sampling_section(device: torch.device, vocab: int = 128_256, rows: int = 256
 
     # float32, so that both see the same numbers
     logits = torch.randn(rows, vocab, device=device) * 3
-    chosen = [_published(row) for row in range(rows)]
-    columns = [describe(_first_draw(one), vocab).fields for one in chosen]
+    samplings = [_published(row) for row in range(rows)]
+    columns = [describe(_first_draw(sampling), vocab).fields for sampling in samplings]
     packed = DecodeRows.build(
         columns, sources=[0] * rows, lengths=[1] * rows, blocks=[[]] * rows
     ).packed
@@ -608,13 +611,13 @@ def sampling_section(device: torch.device, vocab: int = 128_256, rows: int = 256
     slots = SlotBuffers.allocate(1, vocab, device)
     out = SampledRows.allocate(rows, device)
     sample_rows(logits, on_device, slots, out)
-    expected = sample_tokens(logits, [_first_draw(one) for one in chosen])
+    expected = sample_tokens(logits, [_first_draw(sampling) for sampling in samplings])
     ids = out.token_ids.tolist()
     equal = sum(
         isinstance(token, Token) and token.id == token_id
         for token, token_id in zip(expected, ids, strict=True)
     )
-    took_s = seconds(partial(sample_rows, logits, on_device, slots, out), 10)
+    took_s = median_call_seconds(partial(sample_rows, logits, on_device, slots=slots, out=out), 10)
     lines = [
         f"{equal} of {rows} ids are those of the host's sampler",
         f"{rows} rows of {vocab} ids: {took_s * 1e3:.2f} ms",
@@ -702,20 +705,20 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="forget what the state file has")
     parser.add_argument("--small", action="store_true", help="two layers: does it run at all?")
     parser.add_argument("--bundle", type=Path, help="pack what a bare machine needs, and end")
-    given = parser.parse_args()
-    if given.bundle:
-        bundle = make_bundle(given.bundle)
-        print(f"{given.bundle}: {bundle.size_bytes >> 20} MiB; {', '.join(bundle.packed)}")
+    arguments = parser.parse_args()
+    if arguments.bundle:
+        bundle = make_bundle(arguments.bundle)
+        print(f"{arguments.bundle}: {bundle.size_bytes >> 20} MiB; {', '.join(bundle.packed)}")
         print("\n".join(["missing:", *bundle.missing]) if bundle.missing else "nothing is missing")
         return
     if not torch.cuda.is_available():
         print("no CUDA device: nothing to prove here (tests/engine/gpu: the interpreter's part)")
         return
-    if given.again:
-        given.state.unlink(missing_ok=True)
+    if arguments.again:
+        arguments.state.unlink(missing_ok=True)
     device = torch.device("cuda", torch.cuda.current_device())
-    size = ProofSize.small() if given.small else ProofSize.full()
-    sys.exit(run_proof(given.section or list(SECTIONS), size, device, given.state))
+    size = ProofSize.small() if arguments.small else ProofSize.full()
+    sys.exit(run_proof(arguments.section or list(SECTIONS), size, device, arguments.state))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ def attention_error(
     name: str,
     module: str,
     device: torch.device,
+    *,
     block_tokens: int,
     head_dim: int,
     dtype: torch.dtype = torch.bfloat16,
@@ -44,13 +45,13 @@ def attention_error(
     for sizes in (prefill, decode):
         spans = _random_spans(sizes, block_tokens, is_decode=sizes is decode)
         row_count = sum(span.row_count for span in spans)
-        flat = torch.randn(64, 8, 2, block_tokens, head_dim, device=device).to(dtype)
+        flat = torch.randn((64, 8, 2, block_tokens, head_dim), device=device).to(dtype)
         cache = flat[:, :, 0], flat[:, :, 1]
         queries = torch.randn(row_count, 32, head_dim, device=device).to(dtype)
         (run,) = split_by_phase(spans)
-        result = attention(queries, cache, run.to(device), head_dim**-0.5, None).double()
+        result = attention(queries, cache, run.to(device), scale=head_dim**-0.5, window=None)
         expected = _reference_attention(queries, cache, spans)
-        error = float((result - expected).norm() / expected.norm())
+        error = float((result.double() - expected).norm() / expected.norm())
         is_nan = error != error
         largest_error = float("inf") if is_nan else max(largest_error, error)
     return largest_error
@@ -102,7 +103,9 @@ def backends(environment: GpuEnvironment, device: torch.device) -> ProofSection:
     for name in MODULES:
         block_tokens = 256 if name == "fa2" else 64
         for head_dim in (64, 128):
-            row, failed = _backend_row(name, environment, device, block_tokens, head_dim)
+            row, failed = _backend_row(
+                name, environment, device, block_tokens=block_tokens, head_dim=head_dim
+            )
             rows.append(row)
             section.failed |= failed
     section.lines.append(markdown_table(rows))
@@ -110,7 +113,12 @@ def backends(environment: GpuEnvironment, device: torch.device) -> ProofSection:
 
 
 def _backend_row(
-    name: str, environment: GpuEnvironment, device: torch.device, block_tokens: int, head_dim: int
+    name: str,
+    environment: GpuEnvironment,
+    device: torch.device,
+    *,
+    block_tokens: int,
+    head_dim: int,
 ) -> tuple[list[str], bool]:
     """Return a backend's row of the table, and whether it failed."""
     start = [name, str(block_tokens), str(head_dim)]
@@ -126,7 +134,7 @@ def _backend_row(
         return [*start, "-", f"not here: {reason}"], False
     module = choose_backend(environment, needs, name).module
     try:
-        error = attention_error(name, module, device, block_tokens, head_dim)
+        error = attention_error(name, module, device, block_tokens=block_tokens, head_dim=head_dim)
     except Exception as problem:  # one library that breaks leaves the others to be proven
         return [*start, "-", f"FAILED: {problem!r}"[:200]], True
     right = error < TOLERANCE

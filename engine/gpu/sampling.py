@@ -56,7 +56,7 @@ _FORBIDDEN_BEFORE = tl.constexpr(int(RowField.FORBIDDEN_BEFORE))
 _MASKED = tl.constexpr(int(RowField.MASKED))
 _REQUIRED = tl.constexpr(int(RowField.REQUIRED))
 _LOGPROBS = tl.constexpr(int(RowField.LOGPROBS))
-_ASKED = tl.constexpr(int(RowField.ASKED))
+_NAMED = tl.constexpr(int(RowField.NAMED))
 _LOGIT_ROW = tl.constexpr(int(RowField.LOGIT_ROW))
 _LIST_SIZE = tl.constexpr(LIST_SIZE)
 _TOP_SIZE = tl.constexpr(TOP_SIZE)
@@ -71,14 +71,19 @@ def _philox(counter, key, key2):
 
     The constants are the multipliers and the key increments of Philox 4x64.
     """
-    a, b = counter, tl.zeros_like(counter)
-    c, d = tl.zeros_like(counter), tl.zeros_like(counter)
+    a = counter
+    b = tl.zeros_like(counter)
+    c = tl.zeros_like(counter)
+    d = tl.zeros_like(counter)
     for _ in tl.static_range(10):
         high = tl.umulhi(a, 0xD2E7470EE14C6C93 + tl.zeros_like(a))
         high2 = tl.umulhi(c, 0xCA5A826395121157 + tl.zeros_like(a))
         low = a * (0xD2E7470EE14C6C93 + tl.zeros_like(a))
         low2 = c * (0xCA5A826395121157 + tl.zeros_like(a))
-        a, b, c, d = high2 ^ b ^ key, low2, high ^ d ^ key2, low
+        a = high2 ^ b ^ key
+        b = low2
+        c = high ^ d ^ key2
+        d = low
         key += 0x9E3779B97F4A7C15 + tl.zeros_like(key)
         key2 += 0xBB67AE8584CAA73B + tl.zeros_like(key)
     return a, b, c, d
@@ -88,7 +93,15 @@ def _philox(counter, key, key2):
 def _best_of(value, ids):
     """Return the largest value and its id, the lowest id of equal values."""
     best = tl.max(value, 0)
-    return best, tl.min(tl.where(value == best, ids, 2147483647), 0)
+    return best, tl.min(tl.where(value == best, ids, _NO_ID), 0)
+
+
+@triton.jit
+def _better_of(best, best_id, other, other_id):
+    """Return the larger of two values and its id, the lower id of equal values."""
+    lower_id = tl.where(other == best, tl.minimum(other_id, best_id), best_id)
+    better_id = tl.where(other > best, other_id, lower_id)
+    return tl.maximum(other, best), better_id
 
 
 @triton.jit
@@ -134,6 +147,47 @@ def _value_of(order):
 
 
 @triton.jit
+def _penalize(value, index, inside, rows, width, row, slot, counts, vocab):
+    """Return the values with the penalties of ids that the slot has counted."""
+    counted = tl.load(counts + slot * vocab + index, mask=inside, other=0)
+    # float64 rounded once is what float32 gives, whatever the compiler fuses
+    wide = value.to(tl.float64)
+    repetition = _real(rows, width, row, _REPETITION)
+    repeated = tl.where(value < 0, wide * repetition, wide / repetition).to(tl.float32)
+    value = tl.where(counted != 0, repeated, value)
+    times = counted & (_PROMPT_BIT - 1)
+    frequency = _real(rows, width, row, _FREQUENCY)
+    often = (frequency * times.to(tl.float64)).to(tl.float32)
+    once = _real(rows, width, row, _PRESENCE).to(tl.float32)
+    return tl.where(times > 0, value - often - once, value)
+
+
+@triton.jit
+def _add_biases(value, index, list_ids, list_values, first_of_list, biases):
+    """Return the values with the `biases` biases that a list begins with, 8 ids at a time."""
+    lane = tl.arange(0, 8)
+    for first in range(0, biases, 8):
+        at = first_of_list + first + lane
+        listed = tl.load(list_ids + at, mask=first + lane < biases, other=-1)
+        bias = tl.load(list_values + at, mask=first + lane < biases, other=0.0)
+        hit = index[None, :] == listed[:, None]
+        value += tl.sum(tl.where(hit, bias[:, None], 0.0), 0)
+    return value
+
+
+@triton.jit
+def _forbid(value, index, list_ids, first_forbidden, forbidden):
+    """Return the values with -inf at the `forbidden` ids of a list from `first_forbidden` on."""
+    lane = tl.arange(0, 8)
+    for first in range(0, forbidden, 8):
+        at = first_forbidden + first + lane
+        listed = tl.load(list_ids + at, mask=first + lane < forbidden, other=-1)
+        hit = (index[None, :] == listed[:, None]).to(tl.int32)
+        value = tl.where(tl.max(hit, 0) > 0, float("-inf"), value)
+    return value
+
+
+@triton.jit
 def _adjust(
     logit, index, inside, rows, width, row, counts, list_ids, list_values, masks, vocab, words
 ):
@@ -142,33 +196,18 @@ def _adjust(
     slot = _number(rows, width, row, _SLOT)
     if slot >= 0:
         if _number(rows, width, row, _COUNTED) > 0:
-            counted = tl.load(counts + slot * vocab + index, mask=inside, other=0)
-            # float64 rounded once is what float32 gives, whatever the compiler fuses
-            wide = value.to(tl.float64)
-            repetition = _real(rows, width, row, _REPETITION)
-            repeated = tl.where(value < 0, wide * repetition, wide / repetition).to(tl.float32)
-            value = tl.where(counted != 0, repeated, value)
-            times = counted & (_PROMPT_BIT - 1)
-            frequency = _real(rows, width, row, _FREQUENCY)
-            often = (frequency * times.to(tl.float64)).to(tl.float32)
-            once = _real(rows, width, row, _PRESENCE).to(tl.float32)
-            value = tl.where(times > 0, value - often - once, value)
-        lane = tl.arange(0, 8)
+            value = _penalize(
+                value, index, inside, rows, width=width, row=row,
+                slot=slot, counts=counts, vocab=vocab,
+            )  # fmt: skip
         biases = _number(rows, width, row, _BIASES).to(tl.int32)
         first_of_list = slot * _LIST_SIZE
-        for first in range(0, biases, 8):
-            at = first_of_list + first + lane
-            listed = tl.load(list_ids + at, mask=first + lane < biases, other=-1)
-            bias = tl.load(list_values + at, mask=first + lane < biases, other=0.0)
-            hit = index[None, :] == listed[:, None]
-            value += tl.sum(tl.where(hit, bias[:, None], 0.0), 0)
+        value = _add_biases(
+            value, index, list_ids, list_values, first_of_list=first_of_list, biases=biases
+        )
         if _number(rows, width, row, _DRAW) < _number(rows, width, row, _FORBIDDEN_BEFORE):
             forbidden = _number(rows, width, row, _FORBIDDEN).to(tl.int32)
-            for first in range(0, forbidden, 8):
-                at = first_of_list + biases + first + lane
-                listed = tl.load(list_ids + at, mask=first + lane < forbidden, other=-1)
-                hit = (index[None, :] == listed[:, None]).to(tl.int32)
-                value = tl.where(tl.max(hit, 0) > 0, float("-inf"), value)
+            value = _forbid(value, index, list_ids, first_of_list + biases, forbidden=forbidden)
         if _number(rows, width, row, _MASKED) > 0:
             word = tl.load(masks + slot * words + index // 32, mask=inside, other=0)
             value = tl.where(((word >> (index % 32)) & 1) > 0, value, float("-inf"))
@@ -194,6 +233,18 @@ def _keys(like, rows, width, row):
 
 
 @triton.jit
+def _exp_sum(base, counter, vocab, peak):
+    """Return the float32 sum of exp(logit - peak) over a chunk, whose largest logit is `peak`."""
+    total = tl.full([], 0.0, tl.float32)
+    floor = tl.where(peak > float("-inf"), peak, 0.0)
+    for word in tl.static_range(4):
+        index = counter * 4 + word
+        logit = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+        total += tl.sum(tl.exp(logit - floor), 0)
+    return total
+
+
+@triton.jit
 def _scan(
     logits, rows, counts, list_ids, list_values, masks,
     scores, values, ids, tops, peaks, peak_ids, sums,
@@ -206,7 +257,8 @@ def _scan(
     logit / temperature plus noise. `tops` get the largest adjusted logit, `peaks` and `peak_ids` the
     largest one as the model gave it (both NaN if one is), and `sums` what logprobs need.
     """
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     if _number(rows, width, row, _POSITION) < 0:
         return
     temperature = _real(rows, width, row, _TEMPERATURE)
@@ -221,10 +273,10 @@ def _scan(
         key, key2 = _keys(counter, rows, width, row)
         words_of = _philox(number, key, key2)
     best = tl.full([], float("-inf"), tl.float64)
-    best_id = tl.full([], 2147483647, tl.int32)
+    best_id = tl.full([], _NO_ID, tl.int32)
     top = tl.full([], float("-inf"), tl.float32)
     peak = tl.full([], float("-inf"), tl.float32)
-    peak_id = tl.full([], 2147483647, tl.int32)
+    peak_id = tl.full([], _NO_ID, tl.int32)
     damaged = tl.full([], 0, tl.int32)
     overflowed = tl.full([], 0, tl.int32)
     for word in tl.static_range(4):
@@ -232,14 +284,13 @@ def _scan(
         inside = index < vocab
         logit = tl.load(base + index, mask=inside, other=float("-inf")).to(tl.float32)
         damaged = tl.maximum(damaged, tl.max((logit != logit).to(tl.int32), 0))
-        chunk_peak, chunk_peak_id = _best_of(logit, index)
-        lower_id = tl.where(chunk_peak == peak, tl.minimum(chunk_peak_id, peak_id), peak_id)
-        peak_id = tl.where(chunk_peak > peak, chunk_peak_id, lower_id)
-        peak = tl.maximum(peak, chunk_peak)
+        word_peak, word_peak_id = _best_of(logit, index)
+        peak, peak_id = _better_of(peak, peak_id, word_peak, word_peak_id)
         if is_adjusted:
             logit = _adjust(
-                logit, index, inside, rows, width, row,
-                counts, list_ids, list_values, masks, vocab, words,
+                logit, index, inside, rows=rows, width=width, row=row,
+                counts=counts, list_ids=list_ids, list_values=list_values, masks=masks,
+                vocab=vocab, words=words,
             )  # fmt: skip
             logit = tl.where(inside, logit, float("-inf"))
             tl.store(scores + row * vocab + index, logit, mask=inside)
@@ -250,16 +301,10 @@ def _scan(
             if temperature > 0:
                 value = value / temperature + _noise(words_of[word])
             word_best, word_id = _best_of(tl.where(inside, value, float("-inf")), index)
-            lower_id = tl.where(word_best == best, tl.minimum(word_id, best_id), best_id)
-            best_id = tl.where(word_best > best, word_id, lower_id)
-            best = tl.maximum(word_best, best)
+            best, best_id = _better_of(best, best_id, word_best, word_id)
     total = tl.full([], 0.0, tl.float32)
     if _number(rows, width, row, _LOGPROBS) >= 0:
-        floor = tl.where(peak > float("-inf"), peak, 0.0)
-        for word in tl.static_range(4):
-            index = counter * 4 + word
-            logit = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-            total += tl.sum(tl.exp(logit - floor), 0)
+        total = _exp_sum(base, counter, vocab, peak)
     to = row * chunks + chunk
     tl.store(values + to, best)
     tl.store(ids + to, best_id)
@@ -303,7 +348,9 @@ def _search(
         sums = tl.zeros([PIVOTS], tl.float64)
         for chunk in range(0, chunks):
             if _order(tl.load(row_tops + chunk)) >= lowest:
-                value, _, inside = _load_inside(base, chunk, vocab, temperature, cut_value, CHUNK)
+                value, _, inside = _load_inside(
+                    base, chunk, vocab, temperature, cut_value=cut_value, CHUNK=CHUNK
+                )
                 order = _order(value)
                 if BY_COUNT:
                     weight = inside.to(tl.float64)
@@ -320,6 +367,54 @@ def _search(
 
 
 @triton.jit
+def _count_inside(base, vocab, chunks, temperature, cut_value, CHUNK: tl.constexpr):
+    """Return how many values of a row min_p and masks let in, float64."""
+    count = tl.full([], 0.0, tl.float64)
+    for chunk in range(0, chunks):
+        _, _, inside = _load_inside(
+            base, chunk, vocab, temperature, cut_value=cut_value, CHUNK=CHUNK
+        )
+        count += tl.sum(inside.to(tl.float64), 0)
+    return count
+
+
+@triton.jit
+def _weight_above(
+    base, row_tops, border, temperature, cut_value, peak, vocab, chunks, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Return the float64 sum of the weights of a row's values whose order is above `border`."""
+    total = tl.full([], 0.0, tl.float64)
+    for chunk in range(0, chunks):
+        if _order(tl.load(row_tops + chunk)) >= border:
+            value, _, inside = _load_inside(
+                base, chunk, vocab, temperature, cut_value=cut_value, CHUNK=CHUNK
+            )
+            weight = _weights(value, temperature, peak)
+            total += tl.sum(tl.where(inside & (_order(value) > border), weight, 0.0), 0)
+    return total
+
+
+@triton.jit
+def _last_tie(
+    base, row_tops, border, ties, temperature, cut_value, vocab, chunks, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Return the id of value number `ties` of those at `border`; _NO_ID where all are inside."""
+    last = tl.full([], _NO_ID, tl.int32)
+    found = tl.full([], 0.0, tl.float64)
+    if ties < 2147483647.0:
+        for chunk in range(0, chunks):
+            if (found < ties) & (_order(tl.load(row_tops + chunk)) >= border):
+                value, index, inside = _load_inside(
+                    base, chunk, vocab, temperature, cut_value=cut_value, CHUNK=CHUNK
+                )
+                equal = inside & (_order(value) == border)
+                rank = found + tl.cumsum(equal.to(tl.int32), 0).to(tl.float64)
+                last = tl.minimum(last, tl.min(tl.where(equal & (rank == ties), index, _NO_ID)))
+                found += tl.sum(equal.to(tl.float64), 0)
+    return last
+
+
+@triton.jit
 def _cut(
     logits, rows, scores, tops, border_orders, border_ids,
     width, vocab, logit_stride, chunks,
@@ -327,7 +422,8 @@ def _cut(
 ):  # fmt: skip
     """Find the border of what a row may draw. The grid is (rows,).
 
-    Inside are the values above the border, and at the border the ids up to its own.
+    Inside are the values above the border, and at the border the ids up to its own. First top_k
+    moves the border up, then top_p, of the weights that top_k leaves.
     """
     row = tl.program_id(0).to(tl.int64)
     if _number(rows, width, row, _POSITION) < 0:
@@ -346,53 +442,44 @@ def _cut(
     # behind -inf: what is forbidden is never inside
     lowest = _order(tl.full([], float("-inf"), tl.float32)) + 1
     border = lowest
-    #: how many values at the border are inside; without a limit more than there can be
+    # how many values at the border are inside; without a limit more than there can be
     ties = tl.full([], 2147483647.0, tl.float64)
     finite = top - top == 0
     top_k = _number(rows, width, row, _TOP_K)
     if finite & (top_k > 0):
         goal = top_k.to(tl.float64)
-        inside_count = tl.full([], 0.0, tl.float64)
-        for chunk in range(0, chunks):
-            _, _, inside = _load_inside(base, chunk, vocab, temperature, cut_value, CHUNK)
-            inside_count += tl.sum(inside.to(tl.float64), 0)
+        inside_count = _count_inside(
+            base, vocab, chunks, temperature, cut_value=cut_value, CHUNK=CHUNK
+        )
         if inside_count > goal:
             border, above = _search(
-                base, row_tops, lowest, _order(top) + 1, goal, temperature, cut_value, peak,
-                vocab, chunks, BY_COUNT=True, CHUNK=CHUNK, PIVOTS=PIVOTS,
+                base, row_tops, low=lowest, high=_order(top) + 1, goal=goal,
+                temperature=temperature, cut_value=cut_value, peak=peak, vocab=vocab,
+                chunks=chunks, BY_COUNT=True, CHUNK=CHUNK, PIVOTS=PIVOTS,
             )  # fmt: skip
             ties = goal - above
     top_p = _real(rows, width, row, _TOP_P)
     if finite & (top_p < 1.0):
-        total = tl.full([], 0.0, tl.float64)
-        for chunk in range(0, chunks):
-            if _order(tl.load(row_tops + chunk)) >= border:
-                value, _, inside = _load_inside(base, chunk, vocab, temperature, cut_value, CHUNK)
-                weight = _weights(value, temperature, peak)
-                total += tl.sum(tl.where(inside & (_order(value) > border), weight, 0.0), 0)
+        total = _weight_above(
+            base, row_tops, border, temperature, cut_value=cut_value, peak=peak, vocab=vocab,
+            chunks=chunks, CHUNK=CHUNK,
+        )  # fmt: skip
         if border > lowest:
             total += ties * _weights(_value_of(border), temperature, peak)
         goal = tl.maximum(top_p * total, 1e-300)
         nucleus, above = _search(
-            base, row_tops, border, _order(top) + 1, goal, temperature, cut_value, peak,
-            vocab, chunks, BY_COUNT=False, CHUNK=CHUNK, PIVOTS=PIVOTS,
+            base, row_tops, low=border, high=_order(top) + 1, goal=goal,
+            temperature=temperature, cut_value=cut_value, peak=peak, vocab=vocab,
+            chunks=chunks, BY_COUNT=False, CHUNK=CHUNK, PIVOTS=PIVOTS,
         )  # fmt: skip
         missing = tl.ceil((goal - above) / _weights(_value_of(nucleus), temperature, peak))
         missing = tl.maximum(missing, 1.0)
         ties = tl.where(nucleus == border, tl.minimum(missing, ties), missing)
         border = nucleus
-    last = tl.full([], 2147483647, tl.int32)
-    found = tl.full([], 0.0, tl.float64)
-    if ties < 2147483647.0:
-        for chunk in range(0, chunks):
-            if (found < ties) & (_order(tl.load(row_tops + chunk)) >= border):
-                value, index, inside = _load_inside(
-                    base, chunk, vocab, temperature, cut_value, CHUNK
-                )
-                equal = inside & (_order(value) == border)
-                rank = found + tl.cumsum(equal.to(tl.int32), 0).to(tl.float64)
-                last = tl.minimum(last, tl.min(tl.where(equal & (rank == ties), index, 2147483647)))
-                found += tl.sum(equal.to(tl.float64), 0)
+    last = _last_tie(
+        base, row_tops, border, ties, temperature=temperature, cut_value=cut_value,
+        vocab=vocab, chunks=chunks, CHUNK=CHUNK,
+    )  # fmt: skip
     tl.store(border_orders + row, border)
     tl.store(border_ids + row, last)
 
@@ -404,7 +491,8 @@ def _draw(
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Find the best id of a chunk among those inside, where a row is cut. Grid: (rows, chunks)."""
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     if _number(rows, width, row, _POSITION) < 0:
         return
     if not _is_cut(rows, width, row):
@@ -412,7 +500,7 @@ def _draw(
     border = tl.load(border_orders + row)
     border_id = tl.load(border_ids + row)
     best = tl.full([], float("-inf"), tl.float64)
-    best_id = tl.full([], 2147483647, tl.int32)
+    best_id = tl.full([], _NO_ID, tl.int32)
     if _order(tl.load(tops + row * chunks + chunk)) >= border:
         temperature = _real(rows, width, row, _TEMPERATURE)
         base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
@@ -433,9 +521,7 @@ def _draw(
             inside = inside & (scaled >= cut_value) & (index < vocab)
             drawn = tl.where(inside, scaled + _noise(words_of[word]), float("-inf"))
             word_best, word_id = _best_of(drawn, index)
-            lower_id = tl.where(word_best == best, tl.minimum(word_id, best_id), best_id)
-            best_id = tl.where(word_best > best, word_id, lower_id)
-            best = tl.maximum(word_best, best)
+            best, best_id = _better_of(best, best_id, word_best, word_id)
     tl.store(values + row * chunks + chunk, best)
     tl.store(ids + row * chunks + chunk, best_id)
 
@@ -465,7 +551,7 @@ def _pick(
     at = row * chunks + tl.arange(0, CHUNKS)
     inside = tl.arange(0, CHUNKS) < chunks
     value = tl.load(values + at, mask=inside, other=float("-inf"))
-    index = tl.load(ids + at, mask=inside, other=2147483647)
+    index = tl.load(ids + at, mask=inside, other=_NO_ID)
     peak = tl.load(peaks + at, mask=inside, other=float("-inf"))
     top = tl.load(tops + at, mask=inside, other=float("-inf"))
     _, best = _best_of(value, index)
@@ -481,7 +567,7 @@ def _pick(
         tl.store(place, tl.load(place) + 1)
     if _number(rows, width, row, _LOGPROBS) >= 0:
         base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
-        total = _log_total(peaks, sums, row, chunks, CHUNKS)
+        total = _log_total(peaks, sums, row, chunks, CHUNKS=CHUNKS)
         chosen = tl.load(base + token).to(tl.float64) - total
         tl.store(out_logprobs + row, chosen.to(tl.float32))
 
@@ -496,26 +582,26 @@ def _list(
     row = tl.program_id(0).to(tl.int64)
     if _number(rows, width, row, _POSITION) < 0:
         return
-    wanted = _number(rows, width, row, _LOGPROBS).to(tl.int32)
-    asked = _number(rows, width, row, _ASKED).to(tl.int32)
-    if (wanted < 0) | ((wanted == 0) & (asked == 0)):
+    top_count = _number(rows, width, row, _LOGPROBS).to(tl.int32)
+    named_count = _number(rows, width, row, _NAMED).to(tl.int32)
+    if (top_count < 0) | ((top_count == 0) & (named_count == 0)):
         return
     base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
-    total = _log_total(peaks, sums, row, chunks, CHUNKS)
+    total = _log_total(peaks, sums, row, chunks, CHUNKS=CHUNKS)
     to = row * _TOP_SIZE
-    if asked > 0:
+    if named_count > 0:
         before = _number(rows, width, row, _BIASES) + _number(rows, width, row, _FORBIDDEN)
         first = _number(rows, width, row, _SLOT) * _LIST_SIZE + before
-        for place in range(0, asked):
-            asked_id = tl.load(list_ids + first + place)
-            logprob = tl.load(base + asked_id).to(tl.float64) - total
-            tl.store(top_ids + to + place, asked_id)
+        for place in range(0, named_count):
+            named_id = tl.load(list_ids + first + place)
+            logprob = tl.load(base + named_id).to(tl.float64) - total
+            tl.store(top_ids + to + place, named_id)
             tl.store(top_logprobs + to + place, logprob.to(tl.float32))
     else:
         lane = tl.arange(0, CHUNKS)
         best = tl.load(peaks + row * chunks + lane, mask=lane < chunks, other=float("-inf"))
-        best_ids = tl.load(peak_ids + row * chunks + lane, mask=lane < chunks, other=2147483647)
-        for place in range(0, wanted):
+        best_ids = tl.load(peak_ids + row * chunks + lane, mask=lane < chunks, other=_NO_ID)
+        for place in range(0, top_count):
             value, top_id = _best_of(best, best_ids)
             tl.store(top_ids + to + place, top_id)
             tl.store(top_logprobs + to + place, (value.to(tl.float64) - total).to(tl.float32))
@@ -527,7 +613,7 @@ def _list(
             behind = behind & (index < vocab)
             next_value = tl.max(tl.where(behind, logit, float("-inf")), 0)
             is_next = behind & (logit == next_value)
-            next_id = tl.min(tl.where(is_next, index, 2147483647), 0)
+            next_id = tl.min(tl.where(is_next, index, _NO_ID), 0)
             best = tl.where(lane == chunk, next_value, best)
             best_ids = tl.where(lane == chunk, next_id, best_ids)
 
@@ -567,7 +653,7 @@ class SlotBuffers:
     """What the device keeps of the sequences that have a slot (`slots.SlotTable`)."""
 
     counts: torch.Tensor  #: int32 [slots, vocab]: of the answer's ids; PROMPT_BIT: of the prompt.
-    list_ids: torch.Tensor  #: int32 [slots, LIST_SIZE]: biased, forbidden and asked ids.
+    list_ids: torch.Tensor  #: int32 [slots, LIST_SIZE]: `SequenceFields.list_ids`.
     list_values: torch.Tensor  #: float32 [slots, LIST_SIZE]: the biases.
     masks: torch.Tensor  #: int32 [slots, words]: a bit for each id, set where it may come.
 
@@ -599,7 +685,7 @@ class SampledRows:
         """Allocate room for `rows` rows; `pinned` on the host, so that copies need no wait."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pinned)
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
         return cls(
             token_ids=zeros(rows, dtype=torch.int64),
@@ -623,6 +709,40 @@ class SampledRows:
             target[:rows].copy_(source[:rows], non_blocking=True)
 
 
+@dataclass(slots=True)
+class _ChunkResults:
+    """What the kernels of one call leave for each other, on the device."""
+
+    scores: torch.Tensor  #: float32 [rows, vocab]: adjusted logits, of rows that have adjustments.
+    values: torch.Tensor  #: float64 [rows, chunks]: the value of each chunk's best id.
+    ids: torch.Tensor  #: int32 [rows, chunks]: the best ids.
+    tops: torch.Tensor  #: float32 [rows, chunks]: the largest adjusted logits.
+    peaks: torch.Tensor  #: float32 [rows, chunks]: the largest logits of the model.
+    peak_ids: torch.Tensor  #: int32 [rows, chunks]: the ids of these logits.
+    sums: torch.Tensor  #: float32 [rows, chunks]: sums of exp(logit - peak), for logprobs.
+    border_orders: torch.Tensor  #: int64 [rows, 1]: the `_order` of the border of cut rows.
+    border_ids: torch.Tensor  #: int32 [rows, 1]: the last id at the border that is inside.
+
+    @classmethod
+    def allocate(cls, logits: torch.Tensor, rows: int, chunks: int) -> _ChunkResults:
+        """Allocate the buffers, not initialized, for `rows` rows of `logits` [any, vocab]."""
+
+        def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
+            return logits.new_empty(rows, columns, dtype=dtype)
+
+        return cls(
+            scores=empty(logits.shape[1], torch.float32),
+            values=empty(chunks, torch.float64),
+            ids=empty(chunks, torch.int32),
+            tops=empty(chunks, torch.float32),
+            peaks=empty(chunks, torch.float32),
+            peak_ids=empty(chunks, torch.int32),
+            sums=empty(chunks, torch.float32),
+            border_orders=empty(1, torch.int64),
+            border_ids=empty(1, torch.int32),
+        )
+
+
 def sample_rows(
     logits: torch.Tensor, packed: torch.Tensor, slots: SlotBuffers, out: SampledRows
 ) -> None:
@@ -631,56 +751,102 @@ def sample_rows(
     `logits` are [any, vocab], `packed` int64 [ROW_FIELDS, rows] as `plan.RowField` says, on the
     device. Rows of padding are left out.
     """
-    width, vocab = packed.shape[1], logits.shape[1]
+    width = packed.shape[1]
+    vocab = logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
     padded_chunks = triton.next_power_of_2(chunks)
-
-    def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return logits.new_empty(width, columns, dtype=dtype)
-
-    scores = empty(vocab, torch.float32)
-    values, ids = empty(chunks, torch.float64), empty(chunks, torch.int32)
-    tops, peaks = empty(chunks, torch.float32), empty(chunks, torch.float32)
-    peak_ids, sums = empty(chunks, torch.int32), empty(chunks, torch.float32)
-    border_orders, border_ids = empty(1, torch.int64), empty(1, torch.int32)
-    sizes = width, vocab, logits.stride(0), chunks
+    results = _ChunkResults.allocate(logits, width, chunks)
+    sizes = {"width": width, "vocab": vocab, "logit_stride": logits.stride(0), "chunks": chunks}
     _scan[(width, chunks)](
-        *(logits, packed, slots.counts, slots.list_ids, slots.list_values, slots.masks),
-        *(scores, values, ids, tops, peaks, peak_ids, sums),
-        *(*sizes, slots.masks.shape[1]),
+        logits,
+        packed,
+        counts=slots.counts,
+        list_ids=slots.list_ids,
+        list_values=slots.list_values,
+        masks=slots.masks,
+        scores=results.scores,
+        values=results.values,
+        ids=results.ids,
+        tops=results.tops,
+        peaks=results.peaks,
+        peak_ids=results.peak_ids,
+        sums=results.sums,
+        words=slots.masks.shape[1],
         CHUNK=CHUNK,
+        **sizes,
     )
     _cut[(width,)](
-        *(logits, packed, scores, tops, border_orders, border_ids, *sizes),
+        logits,
+        packed,
+        scores=results.scores,
+        tops=results.tops,
+        border_orders=results.border_orders,
+        border_ids=results.border_ids,
         CHUNK=CHUNK,
         CHUNKS=padded_chunks,
         PIVOTS=PIVOTS,
         num_warps=8,
+        **sizes,
     )
     _draw[(width, chunks)](
-        *(logits, packed, scores, tops, border_orders, border_ids, values, ids, *sizes),
+        logits,
+        packed,
+        scores=results.scores,
+        tops=results.tops,
+        border_orders=results.border_orders,
+        border_ids=results.border_ids,
+        values=results.values,
+        ids=results.ids,
         CHUNK=CHUNK,
         CHUNKS=padded_chunks,
+        **sizes,
     )
     _pick[(width,)](
-        *(logits, packed, slots.counts, values, ids, tops, peaks, sums),
-        *(out.token_ids, out.peaks, out.tops, out.logprobs, *sizes),
+        logits,
+        packed,
+        counts=slots.counts,
+        values=results.values,
+        ids=results.ids,
+        tops=results.tops,
+        peaks=results.peaks,
+        sums=results.sums,
+        out_ids=out.token_ids,
+        out_peaks=out.peaks,
+        out_tops=out.tops,
+        out_logprobs=out.logprobs,
         CHUNKS=padded_chunks,
+        **sizes,
     )
     _list[(width,)](
-        *(logits, packed, slots.list_ids, peaks, peak_ids, sums),
-        *(out.top_ids, out.top_logprobs, *sizes),
+        logits,
+        packed,
+        list_ids=slots.list_ids,
+        peaks=results.peaks,
+        peak_ids=results.peak_ids,
+        sums=results.sums,
+        top_ids=out.top_ids,
+        top_logprobs=out.top_logprobs,
         CHUNK=CHUNK,
         CHUNKS=padded_chunks,
+        **sizes,
     )
 
 
 def rank_required(logits: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Return the place of each row's required id among all ids, int64 [rows]; 1 is the likeliest."""
-    width, vocab = packed.shape[1], logits.shape[1]
+    width = packed.shape[1]
+    vocab = logits.shape[1]
     ranks = torch.empty(width, dtype=torch.int64, device=logits.device)
-    sizes = width, vocab, logits.stride(0), triton.cdiv(vocab, CHUNK)
-    _rank[(width,)](logits, packed, ranks, *sizes, CHUNK=CHUNK)
+    _rank[(width,)](
+        logits,
+        packed,
+        ranks,
+        width=width,
+        vocab=vocab,
+        logit_stride=logits.stride(0),
+        chunks=triton.cdiv(vocab, CHUNK),
+        CHUNK=CHUNK,
+    )
     return ranks
 
 

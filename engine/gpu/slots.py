@@ -21,8 +21,8 @@ from ..grammar import GrammarCompiler
 from ..sampler import (
     SamplerState,
     check_allowed_ids,
-    check_asked_ids,
     check_biased_ids,
+    check_logprob_ids,
     current_state,
     find_required_id,
     is_device_drawable,
@@ -37,7 +37,8 @@ class SequenceFields:
     """What the device is told of one sequence; `sampler.SamplerState` keeps it."""
 
     fields: np.ndarray  #: int64 [ROW_FIELDS], as `RowField` says; without places and slot.
-    list_ids: list[int]  #: Biased, forbidden and asked ids, one group behind the other.
+    #: Biased ids, then forbidden ones, then those whose logprobs the request wants.
+    list_ids: list[int]
     biases: list[float]  #: Of the first ids of the list.
     needs_slot: bool
     is_counted: bool  #: Penalties count the ids.
@@ -107,8 +108,8 @@ def describe(sequence: Sequence, vocab: int) -> SequenceFields:
     sequence.sampler_state = state
     if state.device_fields is None:
         state.device_fields = _make_fields(sequence, vocab)
-    known: SequenceFields = state.device_fields
-    return known
+    device_fields: SequenceFields = state.device_fields
+    return device_fields
 
 
 def _make_fields(sequence: Sequence, vocab: int) -> SequenceFields:
@@ -116,7 +117,7 @@ def _make_fields(sequence: Sequence, vocab: int) -> SequenceFields:
     sampling = sequence.sampling
     check_biased_ids(sampling, vocab)
     check_allowed_ids(sampling.allowed_ids, vocab)
-    check_asked_ids(sampling.logprob_ids, vocab)
+    check_logprob_ids(sampling.logprob_ids, vocab)
     fields = plain_fields(sampling.seed, sampling.temperature)
     if sampling.temperature > 0:
         fields[RowField.TOP_K] = max(sampling.top_k, 0)
@@ -144,7 +145,7 @@ def _make_fields(sequence: Sequence, vocab: int) -> SequenceFields:
         fields[RowField.FORBIDDEN_BEFORE] = sequence.prompt_tokens + sampling.min_tokens
     if sampling.logprobs is not None:
         list_ids += sampling.logprob_ids
-        fields[RowField.ASKED] = len(sampling.logprob_ids)
+        fields[RowField.NAMED] = len(sampling.logprob_ids)
     is_masked = bool(sampling.allowed_ids) or sampling.grammar is not None
     fields[RowField.MASKED] = is_masked
     return SequenceFields(
@@ -195,18 +196,18 @@ class SlotTable:
         The ids before it are known to the host, or the device counts them as it draws them. Raises
         InvalidRequest where no id can be drawn for the request.
         """
-        known = describe(sequence, self.vocab)
-        if not known.needs_slot and sequence.sampling.thinking is None:
-            return known.fields
-        fields = known.fields.copy()
-        if known.needs_slot:
-            self._own_slot(known, sequence)
-            fields[RowField.SLOT] = known.slot
-        if known.is_counted:
-            self._count(known, sequence, length)
+        device_fields = describe(sequence, self.vocab)
+        if not device_fields.needs_slot and sequence.sampling.thinking is None:
+            return device_fields.fields
+        fields = device_fields.fields.copy()
+        if device_fields.needs_slot:
+            self._own_slot(device_fields, sequence)
+            fields[RowField.SLOT] = device_fields.slot
+        if device_fields.is_counted:
+            self._count(device_fields, sequence, length)
         # an id that is not known yet decides nothing here: `depends_on_last_id` says so
         if length == len(sequence.token_ids):
-            fields[RowField.REQUIRED] = self._prepare_choice(known, sequence, grammars)
+            fields[RowField.REQUIRED] = self._prepare_choice(device_fields, sequence, grammars)
         return fields
 
     def keep(self, sequence: Sequence, length: int, *, counts_now: bool) -> bool:
@@ -215,18 +216,18 @@ class SlotTable:
         With `counts_now` the device is going to count that id; else `prepare` is called for it.
         Returns False where the slot is gone, or the device has not counted all ids before.
         """
-        known: SequenceFields = sequence.sampler_state.device_fields
-        if self._owners[known.slot] is not known:
+        device_fields: SequenceFields = sequence.sampler_state.device_fields
+        if self._owners[device_fields.slot] is not device_fields:
             return False
-        if counts_now and known.is_counted:
-            if known.counted != length:
+        if counts_now and device_fields.is_counted:
+            if device_fields.counted != length:
                 return False
-            known.counted += 1
-        self._owners.move_to_end(known.slot)
+            device_fields.counted += 1
+        self._owners.move_to_end(device_fields.slot)
         return True
 
     def _prepare_choice(
-        self, known: SequenceFields, sequence: Sequence, grammars: GrammarCompiler | None
+        self, device_fields: SequenceFields, sequence: Sequence, grammars: GrammarCompiler | None
     ) -> int:
         """Note the mask of the grammar; return the id that must come, or -1."""
         state = current_state(sequence, grammars)
@@ -237,32 +238,32 @@ class SlotTable:
             allowed = state.matcher.allowed
             if sequence.sampling.allowed_ids:
                 allowed = allowed & self._allowed_only(sequence.sampling.allowed_ids)
-            self._mask(known.slot, allowed)
+            self._mask(device_fields.slot, allowed)
         return -1
 
-    def _own_slot(self, known: SequenceFields, sequence: Sequence) -> None:
+    def _own_slot(self, device_fields: SequenceFields, sequence: Sequence) -> None:
         """Give the sequence its slot, or another one if it lost that."""
-        if known.slot >= 0 and self._owners[known.slot] is known:
-            self._owners.move_to_end(known.slot)
+        if device_fields.slot >= 0 and self._owners[device_fields.slot] is device_fields:
+            self._owners.move_to_end(device_fields.slot)
             return
         slot = next(iter(self._owners))
-        self._owners[slot] = known
+        self._owners[slot] = device_fields
         self._owners.move_to_end(slot)
-        known.slot = slot
-        known.counted = 0
+        device_fields.slot = slot
+        device_fields.counted = 0
         pending = self._pending
-        if known.is_counted:
+        if device_fields.is_counted:
             pending.cleared.append(slot)
-        if known.list_ids:
+        if device_fields.list_ids:
             list_ids = np.full(LIST_SIZE, -1, np.int32)
-            list_ids[: len(known.list_ids)] = known.list_ids
+            list_ids[: len(device_fields.list_ids)] = device_fields.list_ids
             list_values = np.zeros(LIST_SIZE, np.float32)
-            list_values[: len(known.biases)] = known.biases
+            list_values[: len(device_fields.biases)] = device_fields.biases
             pending.listed.append(slot)
             pending.list_ids.append(list_ids)
             pending.list_values.append(list_values)
         allowed_ids = sequence.sampling.allowed_ids
-        if allowed_ids and not known.has_grammar:
+        if allowed_ids and not device_fields.has_grammar:
             self._mask(slot, self._allowed_only(allowed_ids))
 
     def _allowed_only(self, allowed_ids: tuple[int, ...]) -> np.ndarray:
@@ -279,17 +280,17 @@ class SlotTable:
         self._pending.masked.append(slot)
         self._pending.masks.append(packed)
 
-    def _count(self, known: SequenceFields, sequence: Sequence, length: int) -> None:
+    def _count(self, device_fields: SequenceFields, sequence: Sequence, length: int) -> None:
         """Note the ids that the device has not counted, and that it is going to count the next."""
-        if known.counted > length:  # ids were taken back
-            known.counted = 0
-            self._pending.cleared.append(known.slot)
-        if known.counted < length:
-            token_ids = np.array(sequence.token_ids[known.counted :], np.int32)
+        if device_fields.counted > length:  # ids were taken back
+            device_fields.counted = 0
+            self._pending.cleared.append(device_fields.slot)
+        if device_fields.counted < length:
+            token_ids = np.array(sequence.token_ids[device_fields.counted :], np.int32)
             triples = np.empty((len(token_ids), 3), np.int32)
-            triples[:, 0] = known.slot
+            triples[:, 0] = device_fields.slot
             triples[:, 1] = token_ids
             triples[:, 2] = 1
-            triples[: max(0, sequence.prompt_tokens - known.counted), 2] = PROMPT_BIT
+            triples[: max(0, sequence.prompt_tokens - device_fields.counted), 2] = PROMPT_BIT
             self._pending.triples.append(triples)
-        known.counted = length + 1
+        device_fields.counted = length + 1

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class StepMetadata(KVConnectorMetadata):
-    """Nothing: both connectors of an engine share its hooks."""
+    """Carries nothing: both connectors of an engine share its hooks."""
 
 
 class DiptychConnector(KVConnectorBase_V1):
@@ -73,10 +73,10 @@ class DiptychConnector(KVConnectorBase_V1):
         self._hooks.register_pool(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing to start: peers push."""
+        """Does nothing: peers push."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is computed only when all of its KV has arrived."""
+        """Waits for nothing: a request is computed only when all of its KV has arrived."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -84,7 +84,7 @@ class DiptychConnector(KVConnectorBase_V1):
         self._hooks.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: pinned blocks are not reused while transfers read them."""
+        """Waits for nothing: pinned blocks are not reused while transfers read them."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return KVConnectorTransferResults(finished_recving=self._hooks.arrived_requests())

@@ -64,7 +64,7 @@ class BareEngine:
         )
         began = time.process_time()
         for token_ids in prompts:
-            asked = EngineCoreRequest(
+            core_request = EngineCoreRequest(
                 request_id=f"bare {next(SERIAL)}",
                 prompt_token_ids=token_ids,
                 mm_features=None,
@@ -76,7 +76,7 @@ class BareEngine:
                 data_parallel_rank=None,
                 priority=0,
             )
-            request, wave = self._core.preprocess_add_request(asked)
+            request, wave = self._core.preprocess_add_request(core_request)
             self._core.add_request(request, wave)
         begun: set[str] = set()
         while self._core.scheduler.has_requests():
@@ -102,7 +102,7 @@ class HostedEngine:
         self.announced_blocks += sum(len(filled.blocks) for filled in filled_ranges)
 
     def run(self, prompts: list[list[int]], answer_tokens: int) -> float:
-        """As `BareEngine.run`; with one token, the prompts are for a transfer."""
+        """Does what `BareEngine.run` does; with one token, the prompts are for a transfer."""
         from ...kv_transfer.identity import block_hashes
         from ...protos.frames import Sampling
 
@@ -151,11 +151,11 @@ def measure(model: Path, pairs: int) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     for kind, (length, answer_tokens) in kinds.items():
         for number in range(-1, pairs):  # the first pair warms up
-            asked = prompts(length)
+            prompt_batch = prompts(length)
             runs: list[tuple[str, Work]] = [("hosted", hosted.run), ("bare", bare.run)]
             if number % 2:
                 runs.reverse()
-            seconds = {name: run(asked, answer_tokens) for name, run in runs}
+            seconds = {name: run(prompt_batch, answer_tokens) for name, run in runs}
             if number >= 0:
                 found[kind].append((seconds["hosted"], seconds["bare"]))
     assert hosted.announced_blocks, "no block was announced: the hooks did not run"

@@ -19,11 +19,10 @@ import torch
 
 from ...kv_transfer.identity import block_hashes, partition_salt
 from ...kv_transfer.slices import piece_count
-from ...kv_transfer.statistics import Histogram
 from ...protos.frames import AttemptKey, Grammar, ScoredToken, Token
 from ..checkpoint_facts import read_facts
 from ..commands import BlocksReserved, EngineObservation, PrefixStaged, StagePrefix
-from ..engine import PREEMPTION_BOUNDS, STEP_ROWS_BOUNDS, STEP_SECONDS_BOUNDS, no_tier_blocks
+from ..engine import no_tier_blocks
 from ..engine_like import ReportProgress, StepEvent
 from ..errors import InvalidRequest
 from ..grammar import GrammarCompiler
@@ -31,6 +30,7 @@ from ..options import EngineOptions, SchedulerLimits
 from ..sampler import SamplingFault, sample_tokens
 from ..sequence import BlocksFilled, Sequence, SequenceOutput
 from ..spec import fingerprint
+from ..step_counters import StepCounters
 from .hooks import HOOKS, REQUEST_ID
 from .hosted_request import HostedRequest, RequestState, request_id_of
 from .internals import (
@@ -134,24 +134,14 @@ class VllmEngine:
         self._filling: list[tuple[AttemptKey, int, list[int]]] = []
         self._drawing: set[str] = set()  #: Requests whose ids are all computed after this step.
         self._step_prefill_tokens = 0
-        self._step_rows = 0
+        self._step_tokens = 0
 
         self.reset_counters()
 
     def reset_counters(self) -> None:
         """Begins to count anew: what the self test computed was nobody's."""
-        self._steps = 0
+        self._counters = StepCounters()
         self._preemptions = 0
-        self._prefill_tokens = 0
-        self._prefill_s = 0.0
-        self._decode_steps = 0
-        self._decode_s = 0.0
-        self._step_s = {
-            "prefill": Histogram(STEP_SECONDS_BOUNDS),
-            "decode": Histogram(STEP_SECONDS_BOUNDS),
-        }
-        self._step_tokens = Histogram(STEP_ROWS_BOUNDS)
-        self._request_preemptions = Histogram(PREEMPTION_BOUNDS)
         self._own_statistics = VllmStatistics()
 
     @property
@@ -343,7 +333,7 @@ class VllmEngine:
         priority = _priority(sequence)
         if state is RequestState.RESERVING:
             priority = RESERVE_PRIORITY
-        asked = EngineCoreRequest(
+        core_request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=list(sequence.token_ids[:start_tokens]),
             mm_features=None,
@@ -355,7 +345,7 @@ class VllmEngine:
             data_parallel_rank=None,
             priority=priority,
         )
-        vllm_request, wave = self._core.preprocess_add_request(asked)
+        vllm_request, wave = self._core.preprocess_add_request(core_request)
         request.vllm_request = vllm_request
         self._requests[request_id] = request
         self._names.learn(0, vllm_request.block_hashes, sequence.block_hashes)
@@ -404,7 +394,7 @@ class VllmEngine:
         return request.start_tokens - cached_tokens
 
     def blocks_allocated(self, request_id: str, blocks: list[int], arriving_tokens: int) -> None:
-        """Answers a reservation: vLLM has given it blocks."""
+        """Answers a reservation, for which vLLM has allocated blocks now."""
         request = self._requests[request_id]
         if not arriving_tokens or request.state is not RequestState.RESERVING:
             return
@@ -430,7 +420,7 @@ class VllmEngine:
         self._drawing.clear()
         self._filling.clear()
         self._step_prefill_tokens = 0
-        self._step_rows = scheduler_output.total_num_scheduled_tokens
+        self._step_tokens = scheduler_output.total_num_scheduled_tokens
         for request_id, count in scheduler_output.num_scheduled_tokens.items():
             request = self._requests[request_id]
             computed = computed_tokens[request_id]
@@ -481,7 +471,8 @@ class VllmEngine:
 
     def arrived_requests(self) -> set[str]:
         """Returns the requests whose blocks no transfer writes any more, once each."""
-        arrived, self._arrived = self._arrived, set()
+        arrived = self._arrived
+        self._arrived = set()
         for request_id in arrived:
             request = self._requests[request_id]
             if request.state is RequestState.ABORTED:
@@ -532,7 +523,7 @@ class VllmEngine:
         self._prefixes.take_events(batch.events)
 
     def shutdown(self) -> None:
-        """For vLLM, which ends its publisher of events."""
+        """Does nothing: vLLM calls this to end its publisher of events."""
 
     # ---- stepping ----------------------------------------------------------------------------
 
@@ -546,7 +537,11 @@ class VllmEngine:
         outputs_by_client, computed = self._core.step_fn()
         self._core.post_step(computed)
         if computed:
-            self._account(time.perf_counter() - began)
+            self._counters.count_step(
+                time.perf_counter() - began,
+                prefill_tokens=self._step_prefill_tokens,
+                step_tokens=self._step_tokens,
+            )
         self._refuse_overdue_reservations()
         events = self._take_answers()
         for outputs in (outputs_by_client or {}).values():
@@ -557,11 +552,12 @@ class VllmEngine:
         return events
 
     def _take_answers(self) -> list[StepEvent]:
-        answers, self._answers = self._answers, []
+        answers = self._answers
+        self._answers = []
         return answers
 
     def idle(self) -> bool:
-        """True if, after a step without outputs, no other step has work before a command."""
+        """Returns whether, after a step without outputs, no step has work before a command."""
         if self._arrived or self._answers or self._scheduler.finished_req_ids:
             return False
         waiting = (RequestState.RECEIVING, RequestState.HELD)
@@ -576,19 +572,6 @@ class VllmEngine:
             if request.waited_steps >= RESERVE_STEPS:
                 self._give_up(request)
                 self._answers.append(BlocksReserved(request.sequence.attempt_key, None))
-
-    def _account(self, seconds: float) -> None:
-        """Counts a step in which vLLM computed something."""
-        self._steps += 1
-        self._step_tokens.observe(self._step_rows)
-        if self._step_prefill_tokens:
-            self._prefill_tokens += self._step_prefill_tokens
-            self._prefill_s += seconds
-            self._step_s["prefill"].observe(seconds)
-        else:
-            self._decode_steps += 1
-            self._decode_s += seconds
-            self._step_s["decode"].observe(seconds)
 
     def _book(self, output: EngineCoreOutput) -> list[StepEvent]:
         """Moves a sequence on by what vLLM sampled for it; returns what to deliver."""
@@ -605,16 +588,19 @@ class VllmEngine:
         was_forced = request.forced_id is not None
         request.sampled_tokens += 1
         if was_forced:
-            forks, request.waiting_forks = request.waiting_forks, []
+            forks = request.waiting_forks
+            request.waiting_forks = []
             for fork in forks:
                 self._start(fork, RequestState.WAITING, fork.prompt_tokens)
             # An answer that ended with the id that it arrived with is here for its blocks only.
             if sequence.finish_reason() is not None:
                 self._end(request)
             return []
-        drawn, request.drawn = request.drawn, None
+        drawn = request.drawn
+        request.drawn = None
         assert drawn is not None, "vLLM sampled an id that was not drawn here"
-        further, request.drawn_further = request.drawn_further, {}
+        further = request.drawn_further
+        request.drawn_further = {}
         scores = _prompt_scores(sequence, output.new_prompt_logprobs_tensors)
         events = self._book_token(sequence, drawn, scores)
         self._name_new_blocks(request)
@@ -673,7 +659,7 @@ class VllmEngine:
         """Ends a request in vLLM, if vLLM has not; pinned blocks stay for their transfer."""
         sequence = request.sequence
         self._preemptions += request.vllm_request.num_preemptions
-        self._request_preemptions.observe(request.vllm_request.num_preemptions)
+        self._counters.request_preemptions.observe(request.vllm_request.num_preemptions)
         self._core.abort_requests([request.request_id])  # one that has ended is ignored
         if sequence.stop_after_first and sequence.attempt_key in self._pinned:
             request.state = RequestState.HELD
@@ -681,18 +667,20 @@ class VllmEngine:
             self._forget(request)
 
     def _name_new_blocks(self, request: HostedRequest) -> None:
-        """Goes on with the chain of content hashes into the ids that were sampled."""
+        """Names blocks that are full now: the chain of content hashes goes on into sampled ids."""
         sequence = request.sequence
         their_hashes = request.vllm_request.block_hashes
         block = self.limits.block_tokens
-        known = len(sequence.block_hashes)
-        for index in range(known, len(their_hashes)):
+        named_blocks = len(sequence.block_hashes)
+        for index in range(named_blocks, len(their_hashes)):
             ids = sequence.token_ids[index * block : (index + 1) * block]
             parent = partition_salt(self._salt, sequence.cache_partition)
             if index:
                 parent = sequence.block_hashes[index - 1]
             sequence.block_hashes += block_hashes(ids, parent, block)
-        self._names.learn(known, their_hashes[known:], sequence.block_hashes[known:])
+        self._names.learn(
+            named_blocks, their_hashes[named_blocks:], sequence.block_hashes[named_blocks:]
+        )
 
     # ---- cached prefixes ---------------------------------------------------------------------
 
@@ -716,7 +704,7 @@ class VllmEngine:
         return []
 
     def finish_demotion(self, block: int, copied: bool) -> None:
-        """Never called, as nothing is pinned for a demotion."""
+        """Raises InvalidRequest: nothing is pinned for a demotion, so nobody may call this."""
         raise InvalidRequest("vLLM's pool has no tiers below it")
 
     # ---- what others see ---------------------------------------------------------------------
@@ -725,16 +713,17 @@ class VllmEngine:
         """Returns the cached contents, what changed in them since the last call, and the load."""
         self._prefixes.take_events(self._scheduler.kv_cache_manager.take_events())
         stored, evicted = self._names.drain()
+        counters = self._counters
         running = [request for request in self._requests.values() if request.is_decoding]
         return EngineObservation(
-            hashes=self._names.told_hashes(),
+            hashes=self._names.looked_up_hashes(),
             stored=stored,
             evicted=evicted,
             free_blocks=self._block_pool.get_num_free_blocks(),
-            prefill_tokens=self._prefill_tokens,
-            prefill_s=self._prefill_s,
-            decode_steps=self._decode_steps,
-            decode_s=self._decode_s,
+            prefill_tokens=counters.prefill_tokens,
+            prefill_s=counters.prefill_s,
+            decode_steps=counters.decode_steps,
+            decode_s=counters.decode_s,
             running_sequences=len(running),
             preempted_sequences=sum(map(is_preempted, self._vllm_requests())),
             kv_tokens=sum(len(request.sequence.token_ids) for request in running),
@@ -770,7 +759,7 @@ class VllmEngine:
             for request in requests
         )
         return {
-            "steps": self._steps,
+            **self._counters.values(),
             "exact": self.exact,
             "kernels": f"vllm:{check_version()}",
             "dtype": self.options.dtype,
@@ -780,18 +769,14 @@ class VllmEngine:
             "ready": 0,
             "running": sum(request.is_decoding for request in requests),
             "preemptions": self._preemptions,
-            "request_preemptions": self._request_preemptions.values(),
             "drafted": 0,
             "accepted": 0,
-            "prefill_tokens": self._prefill_tokens,
-            "step_s": {phase: seconds.values() for phase, seconds in self._step_s.items()},
-            "step_tokens": self._step_tokens.values(),
             "kv_blocks": self._block_statistics(requests),
             "vllm": self._own_statistics.values(),
         }
 
     def _block_statistics(self, requests: list[HostedRequest]) -> dict[str, int]:
-        """How many blocks are used by whom; a block that several share counts once."""
+        """Returns the number of blocks by their use; a block that several share counts once."""
         total = self.block_count
         unused = self._block_pool.get_num_free_blocks()
         cached = sum(

@@ -83,6 +83,6 @@ class HostedRequest:
 
 
 def request_id_of(attempt_key: AttemptKey, answer_index: int) -> str:
-    """The id of the request for one answer of an attempt; no other request has it."""
+    """Returns the id of the request for an answer of an attempt; no other request has it."""
     request, attempt = attempt_key
     return f"{request}#{attempt}#{answer_index}"

@@ -75,15 +75,15 @@ class PrefixBlocks:
         cached = self._cached_blocks(command.hashes)
         held_blocks = len(cached)
         nothing = PrefixStaged(command.attempt_key, [], held_blocks)
-        wanted = 0
+        staged_blocks = 0
         if command.pin_only:
-            wanted = held_blocks
+            staged_blocks = held_blocks
         elif command.peer_blocks > held_blocks:
-            wanted = command.peer_blocks
-        if not wanted or command.attempt_key in self.staged:
+            staged_blocks = command.peer_blocks
+        if not staged_blocks or command.attempt_key in self.staged:
             return nothing
         self._block_pool.touch(cached)
-        missing = wanted - held_blocks
+        missing = staged_blocks - held_blocks
         if missing > self._block_pool.get_num_free_blocks() - reserve_blocks:
             self.unpin(cached)
             return nothing

@@ -39,7 +39,7 @@ class PrefixNames:
                 self._looked_up.add(our_hash)
 
     def forget_uncached(self, theirs: list[bytes]) -> None:
-        """Forgets those of a request that has ended which are not cached."""
+        """Forgets the names of an ended request's blocks that are not cached: `theirs`."""
         for their_hash in theirs:
             our_hash = self._ours.get(their_hash)
             if our_hash is not None and our_hash not in self._cached:
@@ -74,7 +74,7 @@ class PrefixNames:
         """Returns vLLM's hash of a content that is cached, else None."""
         return self._cached.get(our_hash)
 
-    def told_hashes(self) -> list[bytes]:
+    def looked_up_hashes(self) -> list[bytes]:
         """Returns our hashes of all that is cached, as far as routers look them up."""
         return [our_hash for our_hash in self._cached if our_hash in self._looked_up]
 

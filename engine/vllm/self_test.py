@@ -132,25 +132,27 @@ def find_difference(expected: list[Token], found: list[Token]) -> str | None:
     """
     if len(expected) != len(found):
         return f"{len(found)} tokens, where {len(expected)} are right"
-    for position, (right, seen) in enumerate(zip(expected, found, strict=True)):
-        if not (_has_likeliest(right, seen) and _has_likeliest(seen, right)):
-            return f"token {position}: {seen}, where {right} is right"
-        if right.id != seen.id:
+    for position, (right_token, found_token) in enumerate(zip(expected, found, strict=True)):
+        if not (
+            _has_likeliest(right_token, found_token) and _has_likeliest(found_token, right_token)
+        ):
+            return f"token {position}: {found_token}, where {right_token} is right"
+        if right_token.id != found_token.id:
             return None
     return None
 
 
-def _has_likeliest(right: Token, seen: Token) -> bool:
-    """Whether what is likeliest by `right` is about as likely by `seen`, as far as that tells.
+def _has_likeliest(right_token: Token, found_token: Token) -> bool:
+    """Returns whether the likeliest ids of `right_token` are about as likely in `found_token`.
 
-    An id that `seen` does not list is less likely than all that it lists.
+    An id that `found_token` does not list is less likely than all that it lists.
     """
-    assert right.top and seen.top, "the distributions were not asked for"
-    likeliest = dict(seen.top)
+    assert right_token.top and found_token.top, "the distributions were not asked for"
+    likeliest = dict(found_token.top)
     unlisted = min(likeliest.values())
     return all(
         abs(logprob - likeliest[token_id]) <= LOGPROB_TOLERANCE
         if token_id in likeliest
         else logprob <= unlisted + LOGPROB_TOLERANCE
-        for token_id, logprob in right.top
+        for token_id, logprob in right_token.top
     )

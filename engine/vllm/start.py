@@ -138,11 +138,11 @@ def check_signatures() -> None:
                 continue
             # Constructors that are not written in Python have a signature as classes only.
             callee = owner if name == "__init__" else method
-            known = inspect.signature(callee).parameters
+            parameter_names = inspect.signature(callee).parameters
             missing += [
                 f"{class_name}.{name}({parameter})"
                 for parameter in parameters
-                if parameter not in known
+                if parameter not in parameter_names
             ]
     _refuse_missing(missing)
 

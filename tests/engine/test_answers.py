@@ -39,7 +39,7 @@ def test_each_answer_is_what_it_would_be_alone(checkpoint, length: int) -> None:
     owner = rig.engine(folder)
     owner.add(rig.request(owner, "r", ids, SEEDED))
     assert answers(owner) == expected(folder, ids, SEEDED)
-    assert owner.prefill_tokens == length
+    assert owner.counters.prefill_tokens == length
     assert len({str(stream) for stream in expected(folder, ids, SEEDED).values()}) == 4
     owner.scheduler.pool.validate()
     assert owner.scheduler.pool.used_blocks == 0

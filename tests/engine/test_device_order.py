@@ -70,15 +70,17 @@ class LazyBackend(CpuBackend):
     def compute_hidden(
         self,
         decoder: Decoder,
-        ids: torch.Tensor,
-        meta: StepRows,
-        after: Callable[[int], None] | None,
+        token_ids: torch.Tensor,
+        step: StepRows,
+        layer_written: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        if after:  # each layer is reported when it is computed: `LayerCallbacks` waits for it
+        if (
+            layer_written
+        ):  # each layer is reported when it is computed: `LayerCallbacks` waits for it
             self.stream.catch_up()
-            return decoder.hidden(ids, meta, after)
-        hidden = torch.zeros(len(ids), decoder.spec.hidden, dtype=torch.bfloat16)
-        self.stream.launch(lambda: hidden.copy_(decoder.hidden(ids, meta)))
+            return decoder.hidden(token_ids, step, layer_written)
+        hidden = torch.zeros(len(token_ids), decoder.spec.hidden, dtype=torch.bfloat16)
+        self.stream.launch(lambda: hidden.copy_(decoder.hidden(token_ids, step)))
         return hidden
 
     def mark_work(self) -> LazyPoint:

@@ -69,10 +69,10 @@ def test_a_resumed_sequence_reads_the_blocks_that_it_decoded(folder, expected) -
     seq = request(owner, "a", prompt(60, 0), GREEDY)
     owner.add(seq)
     tokens = [o.token for o in (o for _ in range(100) for o in owner.step())]
-    before = owner.prefill_tokens
+    before = owner.counters.prefill_tokens
     owner.scheduler._preempt(seq)
     tokens += _rest(owner)
-    assert owner.prefill_tokens - before == 160 - 128, "two blocks were found again"
+    assert owner.counters.prefill_tokens - before == 160 - 128, "two blocks were found again"
     assert tokens == expected(0, GREEDY)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from diptych.engine import kernels
-from diptych.engine.attention import LayerCache, RowSpan, StepRows, attend
+from diptych.engine.attention import RowSpan, StepRows, attend
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps
@@ -19,7 +19,7 @@ from diptych.engine.scheduler import SchedulerLimits
 
 from . import rig
 
-AttendFunction = Callable[[torch.Tensor, LayerCache, StepRows, float, int | None], torch.Tensor]
+AttendFunction = Callable[..., torch.Tensor]
 
 LAYOUTS = [(4, 4, 32), (8, 2, 64), (6, 1, 64), (7, 1, 128), (4, 2, 96), (4, 4, 256), (20, 1, 32)]
 
@@ -89,7 +89,7 @@ def test_it_is_as_accurate_as_torch(
     q, cache, where = case(heads, kv_heads, dim)
     expected = reference(q, cache, where, window)
     ours, theirs = (
-        (call(q, cache, where, dim**-0.5, window).double() - expected).abs().max()
+        (call(q, cache, where, scale=dim**-0.5, window=window).double() - expected).abs().max()
         for call in (kernel(dim, tiles=tiles).attend, attend)
     )
     assert ours <= 1.5 * theirs + 1e-6
@@ -103,7 +103,7 @@ def test_rows_alone_in_chunks_and_all_at_once_have_the_same_bits(
     assert is_row_exact(one, heads, kv_heads, dim)
     q, cache, where = case(heads, kv_heads, dim)
     for window in (None, 70):
-        calls = [call(q, cache, where, dim**-0.5, window) for call in (one, two)]
+        calls = [call(q, cache, where, scale=dim**-0.5, window=window) for call in (one, two)]
         assert torch.equal(*calls)
 
 
@@ -112,11 +112,11 @@ def test_rows_alone_in_chunks_and_all_at_once_have_the_same_bits(
 def test_what_lies_behind_a_row_changes_no_bit(backend: str, rubbish: float) -> None:
     q, cache, where = case(8, 2, 64)
     call = attend if backend == "torch" else kernel(64, tiles=backend == "amx").attend
-    before = call(q, cache, where, 0.125, None)
+    before = call(q, cache, where, scale=0.125, window=None)
     for part in cache:  # the last used slots: 150 % 64, 141 % 64, 1, 64, 251 % 64
         for block, used in ((1, 22), (7, 13), (4, 1), (11, 59)):
             part[block, :, used:] = rubbish
-    assert torch.equal(before, call(q, cache, where, 0.125, None))
+    assert torch.equal(before, call(q, cache, where, scale=0.125, window=None))
 
 
 def test_the_self_check_finds_what_depends_on_the_batch(checkpoint, monkeypatch) -> None:
@@ -148,7 +148,11 @@ def is_row_exact(attend: AttendFunction, heads: int, kv_heads: int, dim: int) ->
         first, last = pieces[0].first_position, pieces[-1].first_position + pieces[-1].row_count
         none = torch.empty(0)
         return attend(
-            q[first:last], cache, StepRows(none, none, none, list(pieces)), dim**-0.5, None
+            q[first:last],
+            cache,
+            StepRows(none, none, none, list(pieces)),
+            scale=dim**-0.5,
+            window=None,
         )
 
     def piece(row: int, count: int, start: int, decode: bool) -> RowSpan:

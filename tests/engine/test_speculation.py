@@ -46,7 +46,7 @@ def test_right_guesses_save_steps(checkpoint) -> None:
     for drafts in (0, 4):
         owner = rig.engine(checkpoint("llama"), draft_tokens=drafts)
         assert [token.id for token in rig.alone(owner, rig.prompt(70), sampling)] == [9] * 60
-        steps.append(owner.steps)
+        steps.append(owner.counters.steps)
     assert steps[0] == 60 and steps[1] <= 16
 
 

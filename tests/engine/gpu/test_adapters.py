@@ -47,11 +47,12 @@ def fa2_decode(q, k_cache, v_cache, *, cache_seqlens, softmax_scale, causal, win
     return out[:, None]
 
 
-def fa2_prefill(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale, causal, window_size,
-                block_table):  # fmt: skip
-    assert causal and cu_k.dtype == torch.int32 and cu_k[0] == 0
-    assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
-    return attend(q, k, v, cu_q, cu_k.diff(), block_table, window_size[0])
+def fa2_prefill(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *,
+                softmax_scale, causal, window_size, block_table):  # fmt: skip
+    lengths = cu_seqlens_k.diff()
+    assert causal and cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k[0] == 0
+    assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), lengths.max())
+    return attend(q, k, v, cu_seqlens_q, lengths, block_table, window_size[0])
 
 
 def fa4(q, k, v, *, cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_k, page_table,
@@ -68,20 +69,25 @@ class Wrapper:
     def __init__(self, workspace: torch.Tensor, layout: str) -> None:
         assert workspace.dtype == torch.uint8 and layout == "HND"
 
-    def plan(self, q_start, starts, pages, last, heads, kv_heads, dim, page, **options) -> None:
-        assert (heads, kv_heads, dim, page) == (HEADS, KV_HEADS, DIM, PAGE)
+    def plan(self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
+             num_qo_heads, num_kv_heads, head_dim_qk, page_size, **options) -> None:  # fmt: skip
+        assert (num_qo_heads, num_kv_heads) == (HEADS, KV_HEADS)
+        assert (head_dim_qk, page_size) == (DIM, PAGE)
         assert options["causal"] and options["q_data_type"] == torch.float32
         Wrapper.plans += 1
-        self.q_start, self.left = q_start, options["window_left"]
-        counts = starts.diff()
-        self.lengths = (counts - 1).clamp(min=0) * PAGE + last  # as its `get_seq_lens` does
+        self.query_starts = qo_indptr
+        self.left = options["window_left"]
+        counts = paged_kv_indptr.diff()
+        # as its `get_seq_lens` does
+        self.lengths = (counts - 1).clamp(min=0) * PAGE + paged_kv_last_page_len
         self.table = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32)
         for index, count in enumerate(counts.tolist()):
-            self.table[index, :count] = pages[starts[index] : starts[index + 1]]
+            first, last = paged_kv_indptr[index : index + 2]
+            self.table[index, :count] = paged_kv_indices[first:last]
 
     def run(self, q, cache) -> torch.Tensor:
         keys, values = (part.transpose(1, 2) for part in cache)
-        return attend(q, keys, values, self.q_start, self.lengths, self.table, self.left)
+        return attend(q, keys, values, self.query_starts, self.lengths, self.table, self.left)
 
 
 LIBRARIES = {
@@ -101,7 +107,7 @@ def test_a_library_sees_the_step_as_it_is(name, window, spans) -> None:
     q = torch.randn(sum(piece.row_count for piece in made), HEADS, DIM)
     (where,) = split_by_phase(made)
     attention = adapt_library(name, LIBRARIES[name], CPU)
-    found = attention(q, cache, where, DIM**-0.5, window)
+    found = attention(q, cache, where, scale=DIM**-0.5, window=window)
     assert reference.error(found, reference.attention(q, cache, made, window)) < 1e-5
 
 
@@ -113,7 +119,7 @@ def test_flashinfer_plans_once_for_all_layers_of_a_step() -> None:
 
     def layers(where: Varlen, count: int, window: int | None = None) -> int:
         for _ in range(count):
-            attention(q, cache, where, DIM**-0.5, window)
+            attention(q, cache, where, scale=DIM**-0.5, window=window)
         return Wrapper.plans - before
 
     (first,), (second,) = split_by_phase(made), split_by_phase(made)
@@ -132,7 +138,13 @@ def test_flashinfer_plans_each_run_of_a_mixed_step_once() -> None:
     runs = split_by_phase(made)
     for _ in range(5):
         layer = [
-            attention(q[run.first_row : run.first_row + run.row_count], cache, run, DIM**-0.5, None)
+            attention(
+                q[run.first_row : run.first_row + run.row_count],
+                cache,
+                run,
+                scale=DIM**-0.5,
+                window=None,
+            )
             for run in runs
         ]
     assert Wrapper.plans - before == 2
@@ -157,12 +169,15 @@ def test_flashinfer_computes_a_decode_step_whose_lengths_only_the_device_has() -
     plans: list[tuple[list[int], list[int]]] = []
 
     class Watched(Wrapper):
-        def plan(self, q_start, starts, pages, last, *args, **options) -> None:
+        def plan(self, **options) -> None:
+            starts, last = options["paged_kv_indptr"], options["paged_kv_last_page_len"]
             plans.append((starts.tolist(), last.tolist()))
-            super().plan(q_start, starts, pages, last, *args, **options)
+            super().plan(**options)
 
     library = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Watched)
-    found = adapt_library("flashinfer", library, CPU)(q, cache, padded, DIM**-0.5, None)
+    found = adapt_library("flashinfer", library, CPU)(
+        q, cache, padded, scale=DIM**-0.5, window=None
+    )
     assert plans == [([0, 2, 5, 5, 5], [1, 3, 0, 0])]
     assert reference.error(found[:2], reference.attention(q[:2], cache, made)) < 1e-5
 
@@ -190,5 +205,5 @@ def test_flashinfer_overwrites_no_page_lists_that_are_on_their_way(
     made = reference.pieces([(3, 0)], PAGE, BLOCKS)
     for _ in range(2):
         (run,) = split_by_phase(made)
-        attention(q, cache, run, DIM**-0.5, None)
+        attention(q, cache, run, scale=DIM**-0.5, window=None)
     assert order == ["plan", "mark", "wait", "plan", "mark"]

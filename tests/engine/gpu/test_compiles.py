@@ -33,6 +33,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     assert found["prefill"]["wgmma"] and found["matmul"]["wgmma"]
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_blackwell(tmp_path: Path) -> None:
     check(compiled(100, tmp_path))
 

@@ -23,7 +23,7 @@ from diptych.engine.gpu.roofline import LLAMA_3_8B
 from diptych.engine.gpu_backend import CudaBackend, InterpretedBackend
 from diptych.engine.largest_step import SCRATCH_BLOCKS, largest_steps
 from diptych.engine.ops import Ops
-from diptych.engine.options import EngineOptions, SchedulerLimits
+from diptych.engine.options import DecodeLimits, EngineOptions, SchedulerLimits
 from diptych.engine.spec import read_spec
 
 from .test_decode import TINY
@@ -262,7 +262,7 @@ def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) 
     """Each stream has memory of its own, which no other uses again."""
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
-    runner = DecodeRunner(decoder, ops, 8, 256, 64)
+    runner = DecodeRunner(decoder, ops, DecodeLimits(rows=8, max_model_len=256, block_tokens=64))
     made: list[object] = []
     used: list[object] = []
 

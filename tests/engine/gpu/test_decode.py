@@ -27,6 +27,7 @@ from diptych.engine.gpu.plan import (
 from diptych.engine.gpu.random_model import make_random_model
 from diptych.engine.gpu.roofline import LLAMA_3_8B
 from diptych.engine.gpu.sampling import SampledRows
+from diptych.engine.options import DecodeLimits
 from diptych.engine.rank_processes import RankLost, RankProcesses
 
 TINY = {
@@ -88,7 +89,7 @@ def test_padding_touches_nobodys_blocks() -> None:
     """A row that left is padding now, and the device still knows its blocks."""
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
-    runner = DecodeRunner(decoder, ops, 4, 256, 64)
+    runner = DecodeRunner(decoder, ops, DecodeLimits(rows=4, max_model_len=256, block_tokens=64))
     rows = [Row([1 + 2 * i, 2 + 2 * i], 64 * (i % 2) + i) for i in range(4)]
     runner.launch(rows_of(rows)).read()
     keys = decoder.pool.layer(0)[0]
@@ -102,7 +103,7 @@ def test_a_row_that_gave_no_token_does_not_end_the_step_behind_it() -> None:
     """NaN has no largest logit: its id is none of the vocabulary, and the host hears it late."""
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
-    runner = DecodeRunner(decoder, ops, 2, 256, 64)
+    runner = DecodeRunner(decoder, ops, DecodeLimits(rows=2, max_model_len=256, block_tokens=64))
     runner._sampled.token_ids.fill_(2**31 - 1)
     drawn = runner.launch(rows_of([Row([1], 0, source=-1)])).read()
     assert math.isfinite(drawn.peaks[0]) and 0 <= drawn.token_ids[0] < TINY["vocab"]
@@ -144,7 +145,7 @@ def test_ids_come_from_the_step_before() -> None:
     """What row i gave, whichever row takes it."""
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
-    runner = DecodeRunner(decoder, ops, 2, 256, 64)
+    runner = DecodeRunner(decoder, ops, DecodeLimits(rows=2, max_model_len=256, block_tokens=64))
     first = rows_of([Row([1], 0, source=5, seed=1), Row([2], 0, source=9, seed=2)])
     ids = runner.launch(first).read().token_ids
     assert ids[0] != ids[1]

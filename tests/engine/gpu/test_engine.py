@@ -79,7 +79,14 @@ def test_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
     same_tokens(small("llama"), device=DEVICE)
 
 
-@pytest.mark.parametrize(("name", "exact"), [("llama", False), ("llama", True), ("mixtral", False)])
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("llama", False),
+        pytest.param("llama", True, marks=pytest.mark.slow),
+        pytest.param("mixtral", False, marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_decode_ahead_as_torch_does_alone(
     small: Callable[[str], Path], name: str, exact: bool
 ) -> None:

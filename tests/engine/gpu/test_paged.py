@@ -20,7 +20,7 @@ def run(attention, q, cache, made, window=None) -> torch.Tensor:
     found = []
     for part in split_by_phase(made):
         rows = q[part.first_row : part.first_row + part.row_count]
-        found.append(attention(rows, cache, part, q.shape[2] ** -0.5, window))
+        found.append(attention(rows, cache, part, scale=q.shape[2] ** -0.5, window=window))
     return torch.cat(found)
 
 
@@ -102,6 +102,6 @@ def test_rows_that_pad_a_graph_are_left_alone() -> None:
     (where,) = split_by_phase(made)
     where.kv_lengths[1] = 0
     where.block_table[1] = 10**9
-    out = PagedAttention(MAX_LEN)(q, cache, where, 0.125, None)
+    out = PagedAttention(MAX_LEN)(q, cache, where, scale=0.125, window=None)
     expected = reference.attention(q[:1], cache, made[:1])
     assert reference.error(out[:1], expected) < 1e-6

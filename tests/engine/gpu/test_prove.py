@@ -125,23 +125,27 @@ def broken(_: object, decoder):
     return decoder
 
 
+def triton_error() -> float:
+    """The error that the proof finds in our own attention, in float32 on the CPU."""
+    return prove_attention.attention_error(
+        "triton", "triton", CPU, block_tokens=64, head_dim=64, dtype=torch.float32
+    )
+
+
 @pytest.mark.long
 def test_an_error_is_measured_and_a_wrong_backend_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert prove_attention.attention_error("triton", "triton", CPU, 64, 64, torch.float32) < 1e-5
+    assert triton_error() < 1e-5
     from diptych.engine.gpu.paged import PagedAttention
 
     right = PagedAttention.__call__
     monkeypatch.setattr(
         PagedAttention, "__call__", lambda *args, **named: right(*args, **named) * 1.05
     )
-    assert (
-        prove_attention.attention_error("triton", "triton", CPU, 64, 64, torch.float32)
-        > prove_attention.TOLERANCE
-    )
+    assert triton_error() > prove_attention.TOLERANCE
 
 
 def test_ceilings_are_bytes_and_products_over_time() -> None:
-    found = prove.ceilings(CPU, 1 << 20, 64)
+    found = prove.measure_ceilings(CPU, 1 << 20, 64)
     assert 1e6 < found.copy_bytes_s < 1e13 and 1e5 < found.matmul_flops_s < 1e15
 
 
@@ -185,7 +189,7 @@ def test_after_a_failed_capture_the_first_model_runs_without_graphs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()
-    monkeypatch.setattr(prove, "ceilings", lambda device: H200)
+    monkeypatch.setattr(prove, "measure_ceilings", lambda device: H200)
     monkeypatch.setattr(prove, "DecodeBench", lambda *_: bench)
     titles = [title for title, _ in prove.device_parts(prove.ProofSize.small(), CPU)]
     assert "Capture" in titles and "Graphs" not in titles
@@ -260,6 +264,7 @@ def test_attention_is_laid_out_for_what_is_served() -> None:
     assert served.max_positions == 4096 + prove.BLOCK_TOKENS < LLAMA_3_8B.max_positions
 
 
+@pytest.mark.slow
 def test_the_device_samplers_section_compares_it_with_the_hosts() -> None:
     section = prove.sampling_section(CPU, vocab=300, rows=6)
     assert not section.failed and section.lines[0].startswith("6 of 6")

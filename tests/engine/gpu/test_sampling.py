@@ -13,6 +13,7 @@ from diptych.engine.gpu.pipeline import DecodePipeline
 from diptych.engine.gpu.random_model import make_random_model
 from diptych.engine.gpu.roofline import LLAMA_3_8B
 from diptych.engine.gpu.sampling import CHUNK, NUCLEUS_TOLERANCE
+from diptych.engine.options import DecodeLimits
 from diptych.engine.sampler import SamplingFault, sample_tokens, score_prompt
 from diptych.engine.sequence import Sequence
 from diptych.protos.frames import Sampling, ThinkingBudget, Token
@@ -28,7 +29,7 @@ PROMPT = [5, 9, 9, 1000, 3]
 def make_pipeline(rows: int = 8) -> DecodePipeline:
     spec = replace(LLAMA_3_8B, **{**TINY, "vocab": VOCAB}, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
-    runner = DecodeRunner(decoder, ops, rows, 256, 64)
+    runner = DecodeRunner(decoder, ops, DecodeLimits(rows=rows, max_model_len=256, block_tokens=64))
     return DecodePipeline(runner, scheduler(), lambda *_: None, 256)
 
 

@@ -24,7 +24,7 @@ def test_a_block_counts_as_cached_from_its_event_until_its_removal() -> None:
     names.record_removed(b"t0")
     assert names.their_hash(b"o0") is None
     assert names.drain() == ([], [b"o0"])
-    assert names.told_hashes() == []
+    assert names.looked_up_hashes() == []
 
 
 def test_what_came_and_went_between_two_looks_is_not_told() -> None:
@@ -70,7 +70,7 @@ def test_only_what_routers_look_up_is_told() -> None:
     for their_hash in theirs:
         names.record_stored(their_hash)
     told = {*ours[:FRONT_BLOCKS], ours[-1]}
-    assert set(names.drain()[0]) == set(names.told_hashes()) == told
+    assert set(names.drain()[0]) == set(names.looked_up_hashes()) == told
     assert names.their_hash(ours[FRONT_BLOCKS]) == theirs[FRONT_BLOCKS], "found all the same"
 
 

@@ -133,4 +133,4 @@ def test_a_python_that_cannot_run_workers_is_refused(tmp_path: Path) -> None:
 
 def test_a_failed_installation_shows_the_last_lines(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No module named nothing_like_it"):
-        engine_environment._run("python3", "-m", "nothing_like_it")
+        engine_environment._run(["python3", "-m", "nothing_like_it"])

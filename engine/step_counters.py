@@ -1,0 +1,74 @@
+"""Counts what the steps of an engine computed since its start (pure)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kv_transfer.statistics import Histogram
+
+#: Upper bounds of the histograms' buckets: seconds of a step, how often an answer was preempted,
+#: and tokens of a step.
+STEP_SECONDS_BOUNDS = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+)
+PREEMPTION_BOUNDS = (0, 1, 2, 5, 10, 20)
+STEP_TOKENS_BOUNDS = tuple(2**power for power in range(15))
+
+
+class StepCounters:
+    """What an engine has computed, for `EngineLike.observe` and `EngineLike.statistics`.
+
+    The engine's thread counts; any thread may read.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.prefill_tokens = (
+            0  #: Prompt tokens computed here; those found in a cache do not count.
+        )
+        self.prefill_s = 0.0  #: Seconds of steps with prefill, their decoding rows included.
+        self.decode_steps = 0  #: Steps without prefill.
+        self.decode_s = 0.0  #: Seconds of steps without prefill.
+        self.step_s = {
+            "prefill": Histogram(STEP_SECONDS_BOUNDS),
+            "decode": Histogram(STEP_SECONDS_BOUNDS),
+        }
+        self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)  #: Of each step: prompts' and new tokens.
+        #: How often each answer that ended here had been preempted.
+        self.request_preemptions = Histogram(PREEMPTION_BOUNDS)
+
+    def count_step(self, seconds: float, *, prefill_tokens: int, step_tokens: int) -> None:
+        """Count a step. `step_tokens` are all of its tokens, `prefill_tokens` those of prompts."""
+        self.steps += 1
+        self.step_tokens.observe(step_tokens)
+        if prefill_tokens:
+            self.prefill_tokens += prefill_tokens
+            self.prefill_s += seconds
+            self.step_s["prefill"].observe(seconds)
+        else:
+            self.decode_steps += 1
+            self.decode_s += seconds
+            self.step_s["decode"].observe(seconds)
+
+    def values(self) -> dict[str, Any]:
+        """Return a snapshot, by the keys of `EngineLike.statistics`."""
+        return {
+            "steps": self.steps,
+            "request_preemptions": self.request_preemptions.values(),
+            "prefill_tokens": self.prefill_tokens,
+            "step_s": {phase: seconds.values() for phase, seconds in self.step_s.items()},
+            "step_tokens": self.step_tokens.values(),
+        }

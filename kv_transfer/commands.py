@@ -33,8 +33,10 @@ class AddPeer(msgspec.Struct, frozen=True, tag=True):
 
 
 class LosePeer(msgspec.Struct, frozen=True, tag=True):
-    """The cluster says that this worker is lost. A worker that is merely silent may be frozen, and
-    wake up."""
+    """The cluster says that this worker is lost.
+
+    A worker that is merely silent may be frozen, and wake up.
+    """
 
     worker: str
     process_dead: bool = False  #: True if the worker's process is known to have ended.
@@ -125,8 +127,10 @@ class PushEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefixRequested(msgspec.Struct, frozen=True, tag=True):
-    """To the sender: `peer` asks for a prefix. The answer is `ExpectOffer`, and then the prefix's
-    blocks or `CancelTransfer`."""
+    """To the sender: `peer` asks for a prefix.
+
+    The answer is `ExpectOffer`, and then the prefix's blocks or `CancelTransfer`.
+    """
 
     ticket_id: str
     peer: str

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import os
 import platform
-import resource
 import socket
 import struct
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from . import speed
+from .pinning import memlock
 from .transports.process import own_process_identity
 
 COPY_BYTES = 64 << 20  #: moved to learn memcpy's speed; fewer stay in caches and look faster
@@ -81,8 +81,9 @@ def observe_host(
 ) -> HostEnvironment:
     """Looks at this host. Takes half a second, and 128 MiB meanwhile: a memcpy is measured.
 
-    `transport`, `pool_bytes` and `pool_memory` are those of the worker; `pids` are processes of this host to try
-    cross-memory attach (CMA) on. Nothing is raised for what the host does not tell.
+    `transport`, `pool_bytes` and `pool_memory` are those of the worker; `pids` are processes of
+    this host to try cross-memory attach (CMA) on. Nothing is raised for what the host does not
+    tell.
     """
     clock_s = time.time()
     began = time.perf_counter()
@@ -123,12 +124,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def memlock() -> int | None:
-    """Bytes that an RDMA driver may pin for this process; None: no limit."""
-    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
 def may_reach(pid: int) -> bool:
     """Whether the kernel lets this process reach the memory of process `pid`, as CMA needs.
 
@@ -155,7 +150,7 @@ def may_reach(pid: int) -> bool:
 
 
 def tcp_received() -> int | None:
-    """Bytes that came in over the TCP connections that this process has open; None: unknown.
+    """Returns the bytes that came in over this process's open TCP connections; None: unknown.
 
     The kernel counts them for each connection (TCP_INFO). So one can see from outside whether a
     transport that does not say how it moves bytes uses TCP.
@@ -170,7 +165,10 @@ def tcp_received() -> int | None:
 
 
 def _received_by_socket(fd: int) -> int:
-    """Bytes that a TCP connection received; 0 when the file is no socket. Raises OSError."""
+    """Returns the bytes that a TCP connection received; 0 for a file that is no socket.
+
+    Raises OSError.
+    """
     if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
         return 0
     with socket.socket(fileno=os.dup(fd)) as connection:
@@ -191,7 +189,7 @@ def rdma_ports(folder: Path) -> list[NetworkPort]:
 
 
 def network_interfaces(folder: Path) -> list[NetworkPort]:
-    """All interfaces but loopback. `speed` is in Mbit/s, -1 where nobody knows."""
+    """Returns all interfaces but loopback. `speed` is in Mbit/s, -1 where nobody knows."""
     interfaces: list[NetworkPort] = []
     for interface in sorted(folder.glob("*")):
         if interface.name == "lo":
@@ -203,7 +201,7 @@ def network_interfaces(folder: Path) -> list[NetworkPort]:
 
 
 def _scaled(text: str, scale: float) -> float | None:
-    """The number in `text` times `scale`; None when it is no number, or not positive."""
+    """Returns the number in `text` times `scale`; None when it is no number, or not positive."""
     try:
         value = float(text) * scale
     except ValueError:
@@ -212,7 +210,7 @@ def _scaled(text: str, scale: float) -> float | None:
 
 
 def _bracketed(text: str) -> str:
-    """The choice in brackets: "madvise" of "always [madvise] never"."""
+    """Returns the choice in brackets: "madvise" of "always [madvise] never"."""
     return text.partition("[")[2].partition("]")[0]
 
 

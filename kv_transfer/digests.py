@@ -45,7 +45,7 @@ class Digester(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ComputedDigests:
-    """Checksums that were there at once."""
+    """`StartedDigests` whose checksums were there at once."""
 
     checksums: list[int]
 
@@ -54,7 +54,7 @@ class ComputedDigests:
 
 
 class HostDigester:
-    """Checksums by xxh3 of a pool that the CPU can read."""
+    """A `Digester` that computes xxh3 of a pool which the CPU can read."""
 
     def __init__(self, view: memoryview) -> None:
         """`view` are the pool's bytes."""

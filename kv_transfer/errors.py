@@ -1,5 +1,4 @@
-"""Failures of the environment. Expected failures of a transfer are values
-(`commands.TransferFailed`)."""
+"""Failures of the environment; expected failures of a transfer are `commands.TransferFailed`."""
 
 
 class TransferError(Exception):

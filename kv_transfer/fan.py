@@ -80,8 +80,11 @@ class Fan:
         self._requested: set[str] = set()  #: Prefix tickets that were reported, not yet expected.
 
     def handle(self, event: TransferCommand | TransferOutcome) -> list[FanAction]:
-        """Takes a command of the worker, or an outcome of one rank's lane (whose `ticket_id` is
-        the lane's name); returns what goes to the ranks, and what the worker is told."""
+        """Takes a command or an outcome; returns what goes to the ranks, and what the worker hears.
+
+        A command is the worker's. An outcome is that of one rank's lane, whose name is in its
+        `ticket_id`.
+        """
         match event:
             case AddPeer(worker, cards):
                 return self._add_peer(worker, cards)
@@ -211,7 +214,7 @@ class Fan:
 def _joined_outcome(
     ticket_id: str, ticket: FannedTicket, last: BlocksArrived | BlocksFreed | PushEnded
 ) -> TransferOutcome:
-    """The outcome of a ticket whose last open lane ended with `last`."""
+    """Returns the outcome of a ticket whose last open lane ended with `last`."""
     if isinstance(last, PushEnded):
         return PushEnded(ticket_id, ok=not ticket.failure, reason=ticket.failure)
     if ticket.failure_reported:
@@ -223,6 +226,6 @@ def _joined_outcome(
 
 
 def _ticket_of(lane: str) -> str:
-    """The ticket of a lane. A ticket id ends with `#attempt`; what follows names the lane."""
+    """Returns a lane's ticket: a ticket id ends with `#attempt`, and the lane's name follows."""
     request, _, rest = lane.rpartition("#")
     return f"{request}#{rest.partition('/')[0]}"

@@ -4,6 +4,10 @@ Content hashes are chained (`hash(parent, token_ids)`), salted by the model and 
 the cache (a tenant's, for instance), and stable across processes: gateway, router and workers
 compute the same ones. Checksums are salted by everything that must agree at the two ends, because
 bytes that are right for another model, layout, ticket or position are wrong bytes.
+
+A ticket is one transfer of KV. It counts *tiles*: a tile is as many tokens as the smaller block of
+both ends has. A tile may be sent in *pieces*, each with a run of the model's layers, and every
+piece has a checksum of its own (`slices.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ def block_hashes(
     hashes: list[bytes] = []
     parent = salt
     count = len(token_ids) // block_tokens * block_tokens
-    # Bytes that go into one hash, 4 for each id. (No engine has blocks below 64 tokens.)
+    # Bytes that go into one hash, 4 for each id. A block below 64 tokens, which no engine has,
+    # would get one hash over all of its ids.
     size = 4 * min(HASH_TOKENS, block_tokens)
     data = struct.pack(f"<{count}I", *token_ids[:count])
     for start in range(0, 4 * count, size):
@@ -46,7 +51,10 @@ def block_hashes(
 
 
 def prompt_digest(token_ids: Sequence[int]) -> int:
-    """Returns 64 bits that tell the ids of two prompts apart, all of them; never 0."""
+    """Returns a 64-bit hash of all ids of a prompt, its last part-full block included; never 0.
+
+    In messages 0 stands for an unknown digest.
+    """
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(token_ids)}I", *token_ids)) or 1
 
 
@@ -62,39 +70,48 @@ def partition_salt(model_salt: bytes, cache_partition: bytes) -> bytes:
 
 
 def hashes_per_block(block_tokens: int) -> int:
-    """How many hashes of a prompt end in a block of this size."""
+    """Returns how many hashes of a prompt end in a block of this size."""
     return max(block_tokens // HASH_TOKENS, 1)
 
 
 def is_looked_up(index: int) -> bool:
-    """Whether routers look up a prompt's hash at this index (from 0). Workers report only such."""
+    """Returns whether routers look up a prompt's hash at this index (from 0).
+
+    Workers report only such hashes.
+    """
     behind_front = index - FRONT_BLOCKS
     return behind_front < 0 or behind_front % LOOKUP_STRIDE == LOOKUP_STRIDE - 1
 
 
 def ticket_id_of(attempt_key: AttemptKey) -> str:
-    """The ticket of one attempt at one request: `request#attempt`."""
+    """Returns the ticket of one attempt at one request: `request#attempt`."""
     request, attempt = attempt_key
     return f"{request}#{attempt}"
 
 
 def attempt_key_of(ticket_id: str) -> AttemptKey:
-    """The attempt whose ticket this is; the inverse of `ticket_id_of`."""
+    """Returns the attempt whose ticket this is; the inverse of `ticket_id_of`."""
     request, _, attempt = ticket_id.rpartition("#")
     return request, int(attempt)
 
 
 def ticket_seed(compatibility: bytes, ticket_id: str, generation: int) -> int:
-    """The checksum seed of a ticket: of model, request, attempt, and reservation of the tiles."""
+    """Returns a ticket's checksum seed, 64 bits.
+
+    It depends on the model and the KV layout (`compatibility`), on request and attempt
+    (`ticket_id`) and on the receiver's reservation (`generation`).
+    """
     return xxhash.xxh3_64_intdigest(
         compatibility + generation.to_bytes(8, "little") + ticket_id.encode()
     )
 
 
 def tile_seed(seed: int, index: int, piece: int) -> int:
-    """The checksum seed of one piece of tile `index` of a ticket, whose own seed is `seed`.
+    """Returns the checksum seed of one piece of a ticket's tile; `seed` is the ticket's own.
 
-    A tile has at most 8 pieces, so seeds of different tiles and pieces (-1: all) differ.
+    `index` is the tile's number in the ticket and `piece` the piece's number in the tile, both from
+    0; `piece` is -1 for the whole tile. A tile has at most 8 pieces, so no two seeds of a ticket
+    are equal.
     """
     return (seed + index * 256 + piece) & 0xFFFFFFFFFFFFFFFF
 

@@ -33,7 +33,10 @@ class OpenLane:
         return -(-self.tokens // self.lane.tile_tokens)
 
     def offer(self, command: OfferBlocks) -> OfferTiles:
-        """A tile counts as held only if all of its tokens are: the one on the border is sent."""
+        """Returns this lane's part of the offer, in tiles.
+
+        A tile counts as held only if all of its tokens are: the one on the border is sent.
+        """
         tiles_per_block = self.lane.target.tiles_per_block
         return OfferTiles(
             command.ticket_id,
@@ -44,7 +47,10 @@ class OpenLane:
         )
 
     def push(self, command: PushBlocks) -> PushTiles:
-        """Tiles behind the ticket's last token are left out: the last block may be part full."""
+        """Returns this lane's part of the push, in tiles.
+
+        Tiles behind the ticket's last token are left out: the last block may be part full.
+        """
         tiles_per_block = self.lane.source.tiles_per_block
         first_tile = command.first_block * tiles_per_block
         return PushTiles(
@@ -56,10 +62,11 @@ class OpenLane:
         )
 
     def finish(self, command: FinishPush) -> FinishTilePush:
+        """Returns this lane's part of the finish: the number of all its tiles."""
         return FinishTilePush(command.ticket_id, self.tile_count, command.meta)
 
     def arrived(self, arrived: TilesArrived) -> BlocksArrived:
-        """The leading tokens that arrived; a last tile that is part full counts in part."""
+        """Returns the outcome in tokens; a last tile that is part full counts in part."""
         return BlocksArrived(
             arrived.ticket_id,
             arrived.meta,
@@ -77,7 +84,7 @@ class OpenLane:
         first_tile: int,
         piece: int,
     ) -> DigestRequest:
-        """What to compute checksums of: a piece of `tiles`, as they lie on `side` of the lane.
+        """Returns what checksums are computed of: a piece of `tiles`, as they lie on `side`.
 
         `tiles` are the ticket's tiles from `first_tile` on. The same tile has the same checksum at
         both ends: `ticket_seed` (`identity.ticket_seed`) and the tile's number within the ticket
@@ -96,7 +103,7 @@ class OpenLane:
 
 @lru_cache(maxsize=256)
 def lane_between(source: LaneEnd, target: LaneEnd) -> Lane:
-    """The lane from one rank to another. Raises ValueError if the two cannot be joined.
+    """Returns the lane from one rank to another. Raises ValueError if the two cannot be joined.
 
     Lanes are kept, as peers with the same layout and rank have the same one.
     """

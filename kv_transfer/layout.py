@@ -55,6 +55,7 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
+        """Bytes of one block."""
         return self.block_items * self.item_bytes
 
     @property

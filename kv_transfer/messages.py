@@ -69,8 +69,10 @@ class StopMessage(TicketMessage, frozen=True, tag="A"):
 
 
 class StoppedMessage(TicketMessage, frozen=True, tag="Z"):
-    """Sender to receiver: no write is under way any more. It is never a mere receipt of
-    `StopMessage`."""
+    """Sender to receiver: no write is under way any more.
+
+    It is never a mere receipt of `StopMessage`.
+    """
 
 
 class QueryMessage(TicketMessage, frozen=True, tag="Q"):

@@ -98,7 +98,7 @@ OpenTransport = Callable[[AdmitData], Transport]
 
 
 def poll_interval_s(quiet_s: float, moving: bool) -> float:
-    """Seconds until the next poll, `quiet_s` seconds after something came.
+    """Returns the seconds until the next poll, `quiet_s` seconds after something came.
 
     `moving`: bytes are on their way. The interval grows with the silence: where a prompt of half a
     second is computed first, polls every 0.3 ms would take a tenth of a core from the engine.
@@ -216,7 +216,7 @@ class TransferService:
         return self._thread.is_alive()
 
     def statistics(self) -> dict[str, object]:
-        """A snapshot, read without a lock: each number by itself is right.
+        """Returns a snapshot, read without a lock: each number by itself is right.
 
         `sessions` are the peers that can be reached, `tickets` the open ones by state, and
         `quarantined` is in tiles: room that a silent peer may still write to. `refused_peers` say
@@ -299,8 +299,10 @@ class TransferService:
                 self._check_fences()
 
     def _expects_events(self) -> bool:
-        """Whether something may come soon. Not for a quarantined ticket alone: it may last for
-        hours."""
+        """Returns whether something may come soon.
+
+        A quarantined ticket alone is no reason to expect anything: it may last for hours.
+        """
         receives = any(
             ticket.state is not ReceivingState.QUARANTINED
             for ticket in self._receiver.tickets.values()
@@ -515,8 +517,11 @@ class TransferService:
             self._strays.discard(agent)
 
     def _lose_worker(self, worker: str, process_dead: bool) -> None:
-        """Loses every rank of a worker. The names are kept until its process is known to be dead,
-        so that this news still reaches the fences of its ranks."""
+        """Loses every rank of a worker.
+
+        The ranks' names are kept until the worker's process is known to be dead, so that this news
+        still reaches the fences of its ranks.
+        """
         for agent in self._agents.get(worker, ()):
             self._cards.pop(agent, None)
             self._refusals.pop(agent, None)
@@ -666,14 +671,14 @@ class TransferService:
             self._deliver(BlocksFreed(ticket_id))
 
     def _is_being_verified(self, ticket_id: str) -> bool:
-        """Whether a device reads blocks that a ticket has filled."""
+        """Returns whether a device reads blocks that a ticket has filled."""
         return any(
             isinstance(chunk.action, VerifyChunk) and chunk.action.ticket_id == ticket_id
             for chunk in self._pending
         )
 
     def _admit(self, peer: str, note: bytes) -> bool:
-        """Whether the data that comes with `note` may be stored: only while its ticket is open.
+        """Returns whether the data that comes with `note` may be stored: its ticket must be open.
 
         The transport asks this from inside of `poll`, on the transfer thread.
         """

@@ -46,8 +46,9 @@ class LaneEnd:
 
 
 class LaneSide:
-    """Where the units of a lane are in one of its two pools. Unit k begins at byte `k *
-    unit_bytes`.
+    """Where the units of a lane are in one of its two pools.
+
+    Unit k begins at byte `k * unit_bytes`.
     """
 
     def __init__(
@@ -65,40 +66,40 @@ class LaneSide:
         self.tiles_per_block = tiles_per_block
 
     def start(self, tile: int) -> int:
-        """The first unit of a tile, to which the offsets of the pieces are added."""
+        """Returns the first unit of a tile, to which the offsets of the pieces are added."""
         block, tile_in_block = divmod(tile, self.tiles_per_block)
         # Each tile of a block is one unit behind the one before it: where a block has several, a
         # unit is one grain (K or V of one head and layer), as no two grains of a tile are adjacent.
         return block * self._block_units + tile_in_block
 
     def units(self, tiles: Sequence[int], piece: int) -> np.ndarray:
-        """The units of a piece (or `ALL_PIECES`) of all `tiles`, int32, tile by tile."""
+        """Returns the units of a piece (or `ALL_PIECES`) of all `tiles`, int32, tile by tile."""
         starts = np.array([self.start(tile) for tile in tiles], np.int32)
         return (starts[:, None] + self._offsets[piece]).ravel()
 
     def unit_count(self, piece: int) -> int:
-        """How many units a piece (or `ALL_PIECES`) of one tile has."""
+        """Returns how many units a piece (or `ALL_PIECES`) of one tile has."""
         return len(self._offsets[piece])
 
     def tile_runs(self, piece: int) -> list[tuple[int, int]]:
-        """The units of a piece of any tile, as (units behind `start`, number of contiguous units).
+        """Returns the runs of units of a piece of any tile, as (units behind `start`, length).
 
         Their order is that of the bytes, the same at both ends of the lane.
         """
         return self._runs[piece]
 
     def runs(self, tile: int, piece: int) -> list[tuple[int, int]]:
-        """The units of a piece of one tile, as (first unit, number of contiguous units)."""
+        """Returns the runs of units of a piece of one tile, as (first unit, length)."""
         start = self.start(tile)
         return [(start + first, count) for first, count in self._runs[piece]]
 
 
 class Lane:
-    """What one source rank sends to one target rank. `source` and `target` are the units' places
-    in the two pools; `heads` are those of the model that both ranks hold.
+    """What one source rank sends to one target rank.
 
-    Raises ValueError if the two cannot be joined: their block sizes do not divide, or they have no
-    head in common.
+    `source` and `target` are the units' places in the two pools; `heads` are those of the model
+    that both ranks hold. Raises ValueError if the two cannot be joined: their block sizes do not
+    divide, or they have no head in common.
     """
 
     def __init__(self, source: LaneEnd, target: LaneEnd) -> None:
@@ -151,11 +152,11 @@ class Lane:
         return pieces
 
     def piece_bytes(self, piece: int) -> int:
-        """Bytes of a piece (or `ALL_PIECES`) of one tile."""
+        """Returns the bytes of a piece (or `ALL_PIECES`) of one tile."""
         return self.unit_bytes * self.source.unit_count(piece)
 
     def spans(self, source_tiles: Sequence[int], target_tiles: Sequence[int], piece: int) -> Spans:
-        """What to copy so that each source tile reaches the target tile in the same place."""
+        """Returns what to copy so that each source tile reaches the target tile at its index."""
         return Spans(
             self.unit_bytes,
             self.source.units(source_tiles, piece),
@@ -175,13 +176,13 @@ def piece_count(layout: KVLayout, ranks: int) -> int:
 
 
 def piece_layers(layers: int, pieces: int, piece: int) -> range:
-    """The layers of one of `pieces` pieces."""
+    """Returns the layers of one of `pieces` pieces."""
     size = layers // pieces
     return range(piece * size, (piece + 1) * size)
 
 
 def tiles_of(blocks: Sequence[int], tiles_per_block: int, tile_count: int) -> list[int]:
-    """The first `tile_count` tiles of `blocks`, which hold `tiles_per_block` each."""
+    """Returns the first `tile_count` tiles of `blocks`, which hold `tiles_per_block` each."""
     if tiles_per_block == 1:
         return list(blocks[:tile_count])
     tiles = [
@@ -193,8 +194,10 @@ def tiles_of(blocks: Sequence[int], tiles_per_block: int, tile_count: int) -> li
 
 
 def partner_ranks(own_end: LaneEnd, peer_ranks: int, heads_per_rank: int) -> list[int]:
-    """Those of a peer's `peer_ranks` ranks, `heads_per_rank` heads each, that hold some of the
-    heads of `own_end`."""
+    """Returns those ranks of a peer that hold some of the heads of `own_end`.
+
+    The peer has `peer_ranks` ranks with `heads_per_rank` heads each.
+    """
     own_heads = set(own_end.heads)
     return [
         rank
@@ -242,8 +245,11 @@ def _in_source_order(
 
 
 def _grains_per_unit(source: np.ndarray, target: np.ndarray) -> int:
-    """The largest unit that fits: every run that is contiguous at both ends begins at a multiple of
-    it, and is a multiple of it long."""
+    """Returns the largest unit that fits, in grains.
+
+    Every run that is contiguous at both ends begins at a multiple of the unit, and its length is
+    one.
+    """
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     borders = [0, *breaks.tolist(), len(source)]
     lengths = [end - start for start, end in pairwise(borders)]
@@ -252,6 +258,6 @@ def _grains_per_unit(source: np.ndarray, target: np.ndarray) -> int:
 
 
 def _runs(offsets: np.ndarray) -> list[tuple[int, int]]:
-    """The contiguous runs of ascending `offsets`, as (first, length)."""
+    """Returns the contiguous runs of ascending `offsets`, as (first, length)."""
     breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
     return [(int(part[0]), len(part)) for part in np.split(offsets, breaks)]

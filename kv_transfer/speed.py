@@ -66,7 +66,16 @@ class SpeedPool:
 
     memory = "DRAM"
     device = 0
-    layout = KVLayout(1, 1, 64, 64, 1, "uint8", 1)  #: transports do not look at it
+    #: Any that is allowed: transports do not look at it.
+    layout = KVLayout(
+        layers=1,
+        heads=1,
+        head_dim=64,
+        block_tokens=64,
+        item_bytes=1,
+        dtype="uint8",
+        group_layers=1,
+    )
 
     def __init__(self, size: int, shared: bool) -> None:
         self.size = size
@@ -239,7 +248,7 @@ def _open(name: str, agent: str, size: int) -> tuple[SpeedPool, Transport]:
 
 
 def _serve(name: str, size: int, pipe: Connection) -> None:
-    """The other process: answers the first note, then polls until the pipe is closed."""
+    """Serves the other process: answers the first note, then polls until the pipe is closed."""
     agent = f"speed-far-{os.getpid()}"
     pool, transport = _open(name, agent, size)
     peer: PeerCard = pipe.recv()

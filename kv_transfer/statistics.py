@@ -48,8 +48,7 @@ class Histogram:
         return sum(self.counts)
 
     def values(self) -> dict[str, float]:
-        """Returns the count of each upper bound ("inf" is the last), and the sum of all values as
-        "sum".
+        """Returns the count of each upper bound ("inf" is the last), and all values' sum as "sum".
 
         Two such results can be added up key by key.
         """

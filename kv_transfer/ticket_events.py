@@ -147,8 +147,9 @@ class SendMessage:
 
 @dataclass(frozen=True, slots=True)
 class VerifyChunk:
-    """The receiver returns this to have the checksums of a chunk computed, on `tiles` of its own
-    pool.
+    """The receiver returns this to have the checksums of a chunk computed.
+
+    `tiles` are those of the receiver's own pool.
     """
 
     ticket_id: str
@@ -165,20 +166,21 @@ class WriteTiles:
     """
 
     ticket_id: str
-    peer: str
-    generation: int
-    chunk_number: int
-    first_tile: int
-    source_tiles: list[int]
-    target_tiles: list[int]
-    piece: int
-    pieces: int
+    peer: str  #: The agent that receives.
+    generation: int  #: That of the offer.
+    chunk_number: int  #: Counts the ticket's chunks from 0.
+    first_tile: int  #: Number within the ticket, from 0.
+    source_tiles: list[int]  #: Where the tiles lie in the own pool.
+    target_tiles: list[int]  #: Where they lie in the peer's pool.
+    piece: int  #: Which of the `pieces`; -1: all of them.
+    pieces: int  #: Equal runs of layers that a tile is cut into.
 
 
 @dataclass(frozen=True, slots=True)
 class TilesArrived:
-    """The receiver returns this when identity and checksum of every tile hold: the engine may use
-    them.
+    """The receiver returns this when identity and checksum of every tile hold.
+
+    The engine may use the tiles from then on.
     """
 
     ticket_id: str

@@ -40,9 +40,16 @@ from .ticket_events import TicketTimeouts
 from .transport import PeerCard
 from .transports import open_transport
 
-#: A block has 2 MiB in 8 pieces: that of the 205M model (`engine/bench/models.py`), which has 16
-#: layers, 8 KV heads of 64 numbers, and 2 bytes a number. A block has 64 tokens, a group 2 layers.
-LAYOUT = KVLayout(16, 8, 64, 64, 2, "bfloat16", 2)
+#: A block has 2 MiB in 8 pieces: that of the 205M model (`engine/bench/models.py`).
+LAYOUT = KVLayout(
+    layers=16,
+    heads=8,
+    head_dim=64,
+    block_tokens=64,
+    item_bytes=2,
+    dtype="bfloat16",
+    group_layers=2,
+)
 PIECES = piece_count(LAYOUT, ranks=1)
 CHUNK_TOKENS = 512  #: A prefill pushes after so many tokens, piece by piece.
 CHUNK_BLOCKS = CHUNK_TOKENS // LAYOUT.block_tokens
@@ -67,7 +74,7 @@ class Exchange(enum.StrEnum):
     RAW_PIECES = "raw_pieces"  #: A transfer for each piece of each chunk.
 
 
-class Request(msgspec.Struct, frozen=True):
+class ExchangeRequest(msgspec.Struct, frozen=True):
     """Asks the receiver to begin an exchange."""
 
     exchange: Exchange
@@ -92,6 +99,7 @@ class Sample(msgspec.Struct, frozen=True):
 
     @property
     def cpu_s(self) -> float:
+        """CPU seconds of both processes."""
         return self.sender_cpu_s + self.receiver_cpu_s
 
 
@@ -253,15 +261,15 @@ class TicketEnd:
         pool = SpeedPool(size, shared=transport == "shm")
         self._outcomes: queue.SimpleQueue[commands.TransferOutcome] = queue.SimpleQueue()
         self.service = TransferService(
-            self.agent,
-            pool,
-            LaneEnd(layout),
-            COMPATIBILITY,
-            lambda admit: open_transport(
+            agent=self.agent,
+            pool=pool,
+            end=LaneEnd(layout),
+            compatibility=COMPATIBILITY,
+            open_transport=lambda admit: open_transport(
                 transport, self.agent, pool, admit, host="127.0.0.1", secret=SECRET
             ),
-            self._outcomes.put,
-            TicketTimeouts(total_s=TICKET_WAIT_S),
+            deliver=self._outcomes.put,
+            timeouts=TicketTimeouts(total_s=TICKET_WAIT_S),
         )
         card = self.service.start()
         self.raw = _open_raw(f"raw-{role}-{os.getpid()}", size) if with_raw else None
@@ -270,6 +278,7 @@ class TicketEnd:
             self.opened = OpenedEnd(card, self.raw.agent, self.raw.metadata, self.raw.base)
 
     def connect(self, peer: OpenedEnd) -> None:
+        """Makes the other process reachable, for tickets and for raw NIXL."""
         worker = peer.card.agent.rpartition(":")[0]
         self.service.submit(commands.AddPeer(worker, [peer.card]))
         if self.raw is not None and peer.raw_metadata is not None:
@@ -309,7 +318,7 @@ class TicketEnd:
         except queue.Empty:
             raise TimeoutError(f"{self.agent}: nothing arrives") from None
 
-    def send(self, request: Request, peer: OpenedEnd) -> None:
+    def send(self, request: ExchangeRequest, peer: OpenedEnd) -> None:
         """Does the sender's part of an exchange, and waits for its end."""
         if request.exchange is Exchange.TICKET:
             self.send_ticket(request.ticket_id, peer.card.agent)
@@ -322,7 +331,7 @@ class TicketEnd:
         else:
             self.raw.send_pieces(source, target)
 
-    def receive(self, request: Request, peer: OpenedEnd) -> Received:
+    def receive(self, request: ExchangeRequest, peer: OpenedEnd) -> Received:
         """Does the receiver's part of an exchange, and returns what it took here."""
         cpu_before_s = time.process_time()
         began_s = time.perf_counter()
@@ -335,8 +344,8 @@ class TicketEnd:
         else:
             assert self.raw is not None
             chunks = -(-self.block_count // CHUNK_BLOCKS)
-            whole = request.exchange is Exchange.RAW
-            self.raw.receive(transfers=1 if whole else chunks * PIECES)
+            in_one_transfer = request.exchange is Exchange.RAW
+            self.raw.receive(transfers=1 if in_one_transfer else chunks * PIECES)
         seconds = time.perf_counter() - began_s
         return Received(seconds, time.process_time() - cpu_before_s, busy_s, exposed_s)
 
@@ -387,7 +396,7 @@ class ReceiverProcess:
         """Tells the process how the sender is reached. It must come before `ask`."""
         self._pipe.send(sender)
 
-    def ask(self, request: Request) -> None:
+    def ask(self, request: ExchangeRequest) -> None:
         """Has the process begin an exchange; `received` waits for its end."""
         self._pipe.send(request)
 
@@ -405,6 +414,7 @@ class ReceiverProcess:
         return self._pipe.recv()
 
     def close(self) -> None:
+        """Ends the process; waits up to 5 s for it, and then terminates it."""
         self._pipe.close()
         self._process.join(timeout=5.0)
         self._process.terminate()
@@ -413,7 +423,7 @@ class ReceiverProcess:
 def _receive(
     transport: str, end_options: dict[str, Any], before_others: bool, pipe: Connection
 ) -> None:
-    """The other process: receives what the pipe asks for, until it is closed."""
+    """Runs in the other process: receives what the pipe asks for, until the pipe is closed."""
     if before_others:
         _set_real_time(True)
     end = TicketEnd(transport, "receiver", **end_options)
@@ -480,7 +490,7 @@ def _measure(end: TicketEnd, transport: str, tokens: int, rounds: int) -> Ticket
         samples: dict[Exchange, list[Sample]] = {exchange: [] for exchange in exchanges}
         for number in range(rounds + 1):
             for exchange in exchanges:
-                request = Request(exchange, f"speed{number}#0")
+                request = ExchangeRequest(exchange, f"speed{number}#0")
                 samples[exchange].append(_take_sample(end, receiver, request))
     finally:
         receiver.close()
@@ -488,7 +498,7 @@ def _measure(end: TicketEnd, transport: str, tokens: int, rounds: int) -> Ticket
     return _row(transport, gib, {kind: taken[1:] for kind, taken in samples.items()})
 
 
-def _take_sample(end: TicketEnd, receiver: ReceiverProcess, request: Request) -> Sample:
+def _take_sample(end: TicketEnd, receiver: ReceiverProcess, request: ExchangeRequest) -> Sample:
     """Runs one exchange between both processes, and returns what it took."""
     cpu_before_s = time.process_time()
     receiver.ask(request)

@@ -105,7 +105,7 @@ class ReceivingTicket:
         return self.offer.first_tile + len(self.offer.tiles)
 
     def tiles_of(self, chunk: ChunkMessage) -> list[int] | None:
-        """The offered tiles that a chunk fills; None if the chunk does not fit the offer.
+        """Returns the offered tiles that a chunk fills; None if the chunk does not fit the offer.
 
         A chunk carries one piece (a run of layers) of its tiles; -1 in `chunk.piece` is all pieces.
         """
@@ -118,7 +118,7 @@ class ReceivingTicket:
         return self.offer.tiles[start : start + len(chunk.checksums)]
 
     def chunks_cover(self, end_tile: int) -> bool:
-        """Whether the chunks hold every piece of each tile from the first offered to `end_tile`."""
+        """Returns whether the chunks hold every piece of all offered tiles before `end_tile`."""
         first_tile = self.offer.first_tile
         piece_counts = {chunk.pieces for chunk in self.chunks.values()}
         if end_tile <= first_tile:  # nothing was to be sent, as the receiver held all of it
@@ -488,7 +488,7 @@ class TicketSender:
         return self._close(ticket, "aborted")
 
     def _state_of(self, query: QueryMessage) -> AnyMessage:
-        """The answer to a query: progress, the last message of an ended ticket, or unknown."""
+        """Answers a query: with the progress, an ended ticket's last message, or "unknown"."""
         ticket = self.tickets.get(query.ticket_id)
         if ticket is not None:
             offered = ticket.state is not SendingState.WAITING
@@ -549,7 +549,7 @@ class TicketSender:
     def _write_of(
         self, ticket: SendingTicket, offer: OfferMessage, push: PushTiles
     ) -> WriteTiles | None:
-        """The part of a push that the receiver lacks; None if the offer has no room for it."""
+        """Returns the part of a push that the receiver lacks; None if the offer lacks the room."""
         held = max(0, offer.first_tile - push.first_tile)  # tiles that the receiver has already
         first_tile = push.first_tile + held
         source_tiles = push.tiles[held:]

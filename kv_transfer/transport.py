@@ -79,8 +79,7 @@ class Pool(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """What one write copies: unit `source_units[i]` of the own pool to `target_units[i]` of the
-    peer's.
+    """What one write copies: `source_units[i]` of the own pool to `target_units[i]` of the peer's.
 
     Unit k of a pool begins at byte `k * unit_bytes`. Both arrays are int32 [n]; runs that are
     contiguous on both sides may travel as one.
@@ -92,6 +91,7 @@ class Spans:
 
     @property
     def bytes(self) -> int:
+        """Bytes of the whole write."""
         return self.unit_bytes * len(self.source_units)
 
 
@@ -147,7 +147,7 @@ class Transport(Protocol):
         ...
 
     def address(self) -> bytes:
-        """The contact data that goes into this end's `PeerCard`."""
+        """Returns the contact data that goes into this end's `PeerCard`."""
         ...
 
     def add_peer(self, card: PeerCard) -> None:
@@ -174,15 +174,17 @@ class Transport(Protocol):
         ...
 
     def fenced(self, peer: str) -> bool:
-        """Whether no write of a peer that went down can land any more.
+        """Returns whether no write of a peer that went down can land any more.
 
         The owner asks again and again until it is True; some transports hang up by being asked.
         """
         ...
 
     def mark_process_dead(self, peer: str) -> None:
-        """Takes note that the cluster knows the peer's process to be gone: some fences wait for
-        this."""
+        """Takes note that the cluster knows the peer's process to be gone.
+
+        Some fences wait for this.
+        """
 
     def close(self) -> None:
         """Ends all connections. No other call may follow."""
@@ -192,7 +194,9 @@ class LaidOutPool(Pool, Protocol):
     """A pool that knows how its bytes are KV blocks."""
 
     @property
-    def layout(self) -> KVLayout: ...
+    def layout(self) -> KVLayout:
+        """How the pool's bytes are blocks."""
+        ...
 
 
 def card_of(agent: str, transport: Transport, pool: LaidOutPool) -> PeerCard:

@@ -38,6 +38,6 @@ def words_digest(
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same lower 64 bits."""
+    """Returns the int64 with the same lower 64 bits."""
     value &= WORD_MASK
     return value - (1 << 64) if value >> 63 else value

@@ -91,6 +91,7 @@ class WorkerTransfers:
         return sum_snapshots(service.statistics() for service in self._services)
 
     def stop(self) -> None:
+        """Stops the services of all ranks."""
         for service in self._services:
             service.stop()
 

@@ -3,10 +3,10 @@
     superblock | header of slot 0, 1, .. | payload of slot 0, 1, ..
 
 The superblock says which model, layout and format the file is for, and how many slots it has; if it
-is another one than ours, or is damaged, the file is emptied. A slot counts only if its header is
-whole and its payload has the checksum that the header names. A write takes the header away, writes
-the payload, then the header; whatever a crash leaves is either a whole block or a miss. The headers
-lie together, so a restart reads them in a few calls.
+differs from the one that this store would write, the file is emptied. A slot counts only if its
+header is whole and its payload has the checksum that the header names. A write erases the header,
+writes the payload, then the new header; whatever a crash leaves is either a whole block or a miss.
+The headers lie together, so a restart reads them in a few calls.
 
 Nothing is synced: bytes that were written survive the process, and what a power failure tears does
 not pass its checksum. A cache that is lost costs a recompute; an fsync per block costs a seek each.
@@ -30,10 +30,10 @@ NAME = "blocks.kv"  #: of the file in the folder
 MAGIC = b"DIPTYCHT"
 FORMAT = 1  #: version of the superblock's and headers' layout; a file of another one is emptied
 PAGE = 4096  #: bytes; headers begin behind the first page, payloads at a multiple of it
-#: magic, format, padding, compatibility, block bytes, slots; then the checksum of these
+#: Magic, format, padding, compatibility, block bytes, slots. In the file, `TAIL` follows.
 SUPERBLOCK = struct.Struct("<8sI4x16sQQ")
-TAIL = struct.Struct("<Q")  #: the checksum behind a superblock or a header
-#: The fields of `SlotHeader`, with padding behind the format; then their checksum.
+TAIL = struct.Struct("<Q")  #: the checksum of a superblock's or a header's fields, behind them
+#: The fields of `SlotHeader`, with padding behind the format. In the file, `TAIL` follows.
 HEADER = struct.Struct("<8sI4x16s16sQQQ")
 HEADER_STRIDE = 128  #: bytes; a power of two: no header crosses a sector
 EMPTY_HEADER = bytes(HEADER_STRIDE)
@@ -66,9 +66,9 @@ class DiskStore:
     """Owns the folder (a lock; a second process is refused) and the file in it.
 
     `capacity_bytes` bounds the file's size; `compatibility` is a 16-byte hash of model and layout,
-    and a block's `content` the 16-byte hash of its tokens. Raises DiskUnavailable
-    when the folder cannot be used. Afterwards `write` and `read` return a `TierFault` instead of
-    raising.
+    and a block's `content` the 16-byte hash of its tokens. The constructor raises DiskUnavailable
+    when the folder cannot be used, when another process has it, or when `capacity_bytes` hold no
+    block. Afterwards `write` and `read` return a `TierFault` instead of raising.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class DiskStore:
         self.block_bytes = block_bytes
         self.compatibility = compatibility
         self._stride = align(block_bytes)  #: bytes from one payload to the next
-        # Two pages beside the slots: the superblock's, and the rest of the headers' last page.
+        # Two pages are kept back: one for the superblock, and one to round the headers up to pages.
         self.slots = max(0, (capacity_bytes - 2 * PAGE) // (self._stride + HEADER_STRIDE))
         if not self.slots:
             raise DiskUnavailable(TierFault.NO_SPACE, f"{capacity_bytes} bytes hold no block")
@@ -216,7 +216,10 @@ class DiskStore:
         return None
 
     def _is_still_in_place(self) -> bool:
-        """Whether the path still names the open file. Raises FileNotFoundError if it names none."""
+        """Returns whether the path still names the open file.
+
+        Raises FileNotFoundError if the path names no file.
+        """
         return os.path.samestat(os.stat(self.path), os.fstat(self._fd))
 
     def read(self, slot: int, target: memoryview, seed: int) -> TierFault | None:

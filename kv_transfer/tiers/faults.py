@@ -1,4 +1,4 @@
-"""The tiers' shared words: which tiers there are, why one lacks a block, and block checksums."""
+"""The tiers' shared words: which tiers there are, why an access fails, and block checksums."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ class TierFault(StrEnum):
     HEADER = "header"  #: the header of a slot is damaged, or of another slot or file
     TRUNCATED = "truncated"  #: the file ends before the block does
     VANISHED = "vanished"  #: the file was removed since it was opened, or replaced by another
-    #: the disk is full or a quota used up, or the file's size is not allowed, or holds no block
+    #: the disk is full, a quota is used up, the file may not be that large, or the size that was
+    #: configured is less than one block
     NO_SPACE = "no_space"
-    READ_ONLY = "read_only"  #: also: no permission
-    LOCKED = "locked"  #: another process has the folder
+    READ_ONLY = "read_only"  #: the file system is read-only, or this process has no permission
+    LOCKED = "locked"  #: another process uses the folder
     IO = "io_error"  #: any other error of the operating system
 
 
@@ -43,7 +44,7 @@ class DiskUnavailable(TransferError):
 
 
 def fault_of(error: OSError) -> TierFault:
-    """What an error of the operating system means to a tier."""
+    """Returns what an error of the operating system means to a tier."""
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
             return TierFault.NO_SPACE
@@ -54,7 +55,7 @@ def fault_of(error: OSError) -> TierFault:
 
 
 def checksum_seed(compatibility: bytes, content: bytes) -> int:
-    """The checksum seed of the block whose 16-byte hash is `content`.
+    """Returns the checksum seed of the block whose 16-byte hash is `content`.
 
     `compatibility` is the 16-byte hash of model, layout and format.
     Thanks to the seed, the bytes of another block or of another model fail this block's check.
@@ -63,5 +64,5 @@ def checksum_seed(compatibility: bytes, content: bytes) -> int:
 
 
 def checksum(data: memoryview, seed: int) -> int:
-    """64-bit xxh3 of a block's bytes, with the seed of `checksum_seed`."""
+    """Returns the 64-bit xxh3 of a block's bytes, with the seed of `checksum_seed`."""
     return xxhash.xxh3_64_intdigest(data, seed=seed)

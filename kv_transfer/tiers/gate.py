@@ -22,7 +22,7 @@ class DiskGate:
         self._wait_s = RETRY_S
 
     def allows(self, now: float) -> bool:
-        """Whether the disk may be used, or tried, now."""
+        """Returns whether the disk may be used, or tried, now."""
         return now >= self.retry_at
 
     def record_failure(self, reason: str, now: float, final: bool = False) -> bool:

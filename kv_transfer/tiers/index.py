@@ -56,12 +56,13 @@ class HeldBlocks(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Blocks in either tier."""
         return self.memory + self.disk
 
 
 @dataclass(frozen=True, slots=True)
 class CopyToDisk:
-    """Copies a block that only memory has."""
+    """Says that a block which only memory has is to be copied."""
 
     content: bytes
     memory_slot: int
@@ -70,7 +71,7 @@ class CopyToDisk:
 
 @dataclass(frozen=True, slots=True)
 class CopyToMemory:
-    """Copies back a block that only disk has, and that was used."""
+    """Says that a block which only disk has, and which was used, is to be copied back."""
 
     content: bytes
     memory_slot: int
@@ -110,10 +111,12 @@ class TierIndex:
 
     @property
     def memory_blocks(self) -> int:
+        """Blocks that are in memory, on disk too or not."""
         return len(self._in_memory)
 
     @property
     def disk_blocks(self) -> int:
+        """Blocks that are on disk, in memory too or not."""
         return len(self._in_memory) - len(self._not_on_disk) + len(self._only_on_disk)
 
     @property

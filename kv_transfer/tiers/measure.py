@@ -63,7 +63,7 @@ class TierBench:
         return rows | self._measure_memory() | self._measure_disk()
 
     def copy(self) -> None:
-        """The plain copy that every row is compared with."""
+        """Makes the plain copy that every row is compared with."""
         for index in range(self.count):
             np.copyto(self.target[index], self.source[index])
 

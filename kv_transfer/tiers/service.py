@@ -132,7 +132,7 @@ class TieredStore:
         return True
 
     def count_held_blocks(self, contents: Sequence[bytes]) -> int:
-        """How many leading blocks a `load` would find now.
+        """Returns how many leading blocks a `load` would find now.
 
         This is what counts as look-up: all blocks behind the first miss are misses too.
         """
@@ -149,11 +149,9 @@ class TieredStore:
     ) -> bool:
         """Copies blocks into their views; `done(contents)` names the leading ones that arrived.
 
-        `pairs` are (content, view) in the order of a prompt.
-
-        These were verified; the other views hold anything. Returns False, and never calls `done`,
-        when the request is refused. A block is worth nothing without those before it, so the first
-        miss ends the load.
+        `pairs` are (content, view) in the order of a prompt. A block is worth nothing without those
+        before it, so the first miss ends the load. The blocks that arrived were verified; the other
+        views may hold anything. Returns False, and never calls `done`, when the request is refused.
         """
         assert all(view.nbytes == self.block_bytes and not view.readonly for _, view in pairs)
         size = len(pairs) * self.block_bytes
@@ -258,8 +256,10 @@ class TieredStore:
                 self._disk.close()
 
     def _step(self) -> None:
-        """Does the first of these that there is to do: serves a load, opens the disk, serves a
-        store, moves a block between tiers, waits."""
+        """Does the first thing that there is to do, in this order.
+
+        The order is: serve a load, open the disk, serve a store, move a block between tiers, wait.
+        """
         with self._wake:
             if not self._open:
                 return
@@ -285,7 +285,7 @@ class TieredStore:
             self._open_disk()
 
     def _idle_s(self, now: float) -> float | None:
-        """Seconds until the disk is to be tried again; None: wait for the next request."""
+        """Returns the seconds until the disk is tried again; None: wait for the next request."""
         retry_is_useful = self._index.dirty_blocks > 0 or self._disk is None
         if retry_is_useful and self._gate.retry_at > now:
             return self._gate.retry_at - now

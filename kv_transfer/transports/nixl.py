@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from ..errors import PeerLost, TransportUnavailable
+from ..pinning import check_pinning
 from ..transport import (
     NotificationReceived,
     PeerCard,
@@ -110,10 +111,10 @@ class NixlPeer:
         An agent of this very process that was closed is done, while the process lives on. Where
         the host cannot tell, the cluster's word counts (`marked_dead`).
         """
-        gone = self.process.gone()
-        if gone is None:
+        has_ended = self.process.has_ended()
+        if has_ended is None:
             return self.marked_dead or self.process.is_own_process
-        return gone
+        return has_ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,10 @@ class NixlTransport:
     refuses_late = False
 
     def __init__(self, agent: str, pool: Pool) -> None:
-        """Raises TransportUnavailable when NIXL is not installed."""
+        """Raises TransportUnavailable when NIXL is not installed.
+
+        Raises PinningRefused where RDMA devices are there and host memory cannot be pinned for them.
+        """
         try:
             with _log_buffers_kept():
                 from nixl import _api as api
@@ -142,6 +146,8 @@ class NixlTransport:
             raise TransportUnavailable(f"NIXL is not installed here: {error}") from error
         logging.getLogger("nixl").setLevel(logging.WARNING)  # its import sets another one
 
+        if pool.memory == "DRAM":
+            check_pinning(pool.size)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
         self._agent: Any = api.nixl_agent(agent, config)
         self._agent.create_backend("UCX", {})

@@ -25,7 +25,7 @@ def _start_time(pid: int) -> int:
 
 
 def own_process_identity() -> str:
-    """The identity of this process, for peers on the same host; empty where there is none.
+    """Returns the identity of this process, for peers on the same host; empty where there is none.
 
     It is "boot-id pid-namespace pid start-time": a pid that was given to another process later
     makes another identity.
@@ -39,12 +39,12 @@ def own_process_identity() -> str:
 class ProcessWatch:
     """Watches the process of an identity that `own_process_identity` made, perhaps elsewhere.
 
-    `close` it, as it holds a file.
+    The watch holds a file descriptor until `close`.
     """
 
     def __init__(self, identity: str) -> None:
         self._pidfd = -1
-        self._gone: bool | None = None  #: None: nothing can be known
+        self._has_ended: bool | None = None  #: None: nothing can be known
         self.is_own_process = identity != "" and identity == own_process_identity()
         parts = identity.rsplit(" ", 2)
         if len(parts) != 3:
@@ -55,26 +55,26 @@ class ProcessWatch:
                 return
             self._pidfd = os.pidfd_open(int(pid))
             # Another start time: the process ended, and its pid was given to another one.
-            self._gone = _start_time(int(pid)) != int(start_time)
+            self._has_ended = _start_time(int(pid)) != int(start_time)
         except (ProcessLookupError, FileNotFoundError):
-            self._gone = True
+            self._has_ended = True
         except (AttributeError, OSError):  # no pidfds here, or no permission
-            self._gone = None
+            self._has_ended = None
 
-    def gone(self) -> bool | None:
-        """Whether the process has ended, with every thread of it.
+    def has_ended(self) -> bool | None:
+        """Returns whether the process has ended, with every thread of it.
 
         False while one lives, even frozen. None when nothing can be known: another host, another
         pid namespace, or this very process.
         """
-        if self._gone is False:
+        if self._has_ended is False:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)  # readable once the process has ended
-            self._gone = bool(poll.poll(0))
-        return self._gone
+            self._has_ended = bool(poll.poll(0))
+        return self._has_ended
 
     def close(self) -> None:
-        """Ends the watch; `gone` must not be called afterwards."""
+        """Ends the watch; `has_ended` must not be called afterwards."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

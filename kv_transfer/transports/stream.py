@@ -336,8 +336,10 @@ class SocketTransport:
     name: str
 
     def __init__(self, agent: str, listener: socket.socket, secret: str) -> None:
-        """`listener` is bound and listens; the transport closes it. `secret` is the cluster's:
-        whoever does not know it is nobody's peer."""
+        """`listener` is bound and listens; the transport closes it.
+
+        `secret` is the cluster's: whoever does not know it is nobody's peer.
+        """
         self.agent = agent
         self._secret = secret
         self._own_secret = secret_of_listener(secret, KIND, agent)

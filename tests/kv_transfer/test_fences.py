@@ -154,7 +154,7 @@ class Mortal:
 
     alive = True
 
-    def gone(self):
+    def has_ended(self):
         return not self.alive
 
     def close(self):
@@ -187,7 +187,7 @@ class Elsewhere(Mortal):
 
     is_own_process = False
 
-    def gone(self):
+    def has_ended(self):
         return None
 
 
@@ -229,29 +229,29 @@ def identity_of(pid):
 @pytest.mark.skipif(not process.own_process_identity(), reason="there is no /proc here")
 def test_a_process_is_gone_once_it_has_ended_and_not_when_it_is_frozen(sleeper):
     watch = process.ProcessWatch(identity_of(sleeper.pid))
-    assert watch.gone() is False
+    assert watch.has_ended() is False
     os.kill(sleeper.pid, signal.SIGSTOP)
-    assert watch.gone() is False
+    assert watch.has_ended() is False
     os.kill(sleeper.pid, signal.SIGKILL)
-    eventually(lambda: watch.gone() is True, "a killed process is gone, reaped or not")
+    eventually(lambda: watch.has_ended() is True, "a killed process is gone, reaped or not")
     assert sleeper.poll() is not None or sleeper.wait() == -signal.SIGKILL
-    assert watch.gone() is True
+    assert watch.has_ended() is True
     watch.close()
 
 
 def test_of_this_very_process_nothing_is_concluded():
     """Two agents of one process: one may close while the process lives on."""
-    assert process.ProcessWatch(process.own_process_identity()).gone() is None
+    assert process.ProcessWatch(process.own_process_identity()).has_ended() is None
 
 
 @pytest.mark.skipif(not process.own_process_identity(), reason="there is no /proc here")
 def test_a_process_number_that_was_given_out_again_is_another_process(sleeper):
     space, pid, started = identity_of(sleeper.pid).rsplit(" ", 2)
     again = process.ProcessWatch(f"{space} {pid} {int(started) - 1}")
-    assert again.gone() is True
+    assert again.has_ended() is True
     again.close()
 
 
 @pytest.mark.parametrize("identity", ["", "elsewhere pid:[1] 1 1", "what", "a b c d"])
 def test_of_a_process_elsewhere_nothing_is_known(identity):
-    assert process.ProcessWatch(identity).gone() is None
+    assert process.ProcessWatch(identity).has_ended() is None

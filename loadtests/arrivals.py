@@ -80,11 +80,11 @@ def planned_arrivals(plan: LoadPlan) -> list[Arrival]:
     arrivals: list[Arrival] = []
     for stage_index, stage in enumerate(rate_stages(plan)):
         for arrival_s in _arrival_times_s(plan.load, stage, rng):
-            own_tokens = rng.randint(*plan.prompts)
+            own_tokens = plan.prompts.draw(rng)
             arrival = Arrival(
                 arrival_s=arrival_s,
                 prompt_tokens=plan.shared + own_tokens,
-                output_tokens=rng.randint(*plan.outputs),
+                output_tokens=plan.outputs.draw(rng),
                 blocks=shared_blocks,
                 stage_index=stage_index,
             )

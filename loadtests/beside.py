@@ -37,7 +37,10 @@ LETTER = 100  #: the id that every answer consists of: always text of its own, a
 
 
 class TimedStream(threading.Thread):
-    """One streamed completion, and the times at which its pieces came. Starts at once."""
+    """A thread with one streamed completion, and the times at which its pieces came.
+
+    The thread starts when it is made.
+    """
 
     def __init__(self, client: httpx.Client, prompt_tokens: int, tokens: int) -> None:
         """`prompt_tokens` and `tokens` are the lengths of the prompt and of the answer."""
@@ -58,6 +61,7 @@ class TimedStream(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        """Reads the stream to its end. Raises what httpx raises, in the thread."""
         with self._client.stream("POST", "/v1/completions", json=self._body) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
@@ -98,6 +102,7 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
+    """Prints a table of milliseconds. Arguments: the server's URL, and how many rounds."""
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
     rounds = int(sys.argv[2]) if len(sys.argv) > 2 else 12
     print(f"{'MS':10} {'COUNT':>6} {'P50':>8} {'P90':>8} {'MAX':>8}")

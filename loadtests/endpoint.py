@@ -35,8 +35,9 @@ class EndpointFacts(msgspec.Struct, frozen=True):
     context: int  #: tokens of prompt and answer
     alphabet: tuple[str, ...]  #: words that are one token each behind a space
     template: int  #: tokens of the shortest prompt; most of them come from the chat template
-    ignore_eos: bool  #: taken: answers have the length that was asked for
-    usage: bool  #: streams end with the numbers of tokens
+    #: True if the server takes `ignore_eos`: answers have the length that is asked for.
+    ignore_eos: bool
+    usage: bool  #: True if the server takes `stream_options`: streams end with token counts.
     server: str = ""  #: what software answers, as far as it says so
     grpc: str = ""  #: address of the endpoint's gRPC service, if the load goes there
 
@@ -51,27 +52,37 @@ class EndpointFacts(msgspec.Struct, frozen=True):
 
 
 class ChatDelta(msgspec.Struct):
+    """A piece of an answer's text."""
+
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
 
 class ChatChoice(msgspec.Struct):
+    """What a chunk says of one answer; `finish_reason` comes with the answer's last chunk."""
+
     delta: ChatDelta = msgspec.field(default_factory=ChatDelta)
     finish_reason: str | None = None
 
 
 class PromptTokenDetails(msgspec.Struct):
+    """How many of the prompt's tokens the server had cached; None: it does not say."""
+
     cached_tokens: int | None = None
 
 
 class ChatUsage(msgspec.Struct):
+    """How many tokens the prompt and the answers have."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: PromptTokenDetails | None = None
 
 
 class ChatChunk(msgspec.Struct):
+    """One event of a streamed answer."""
+
     choices: list[ChatChoice] = []
     usage: ChatUsage | None = None
     error: Any = None  #: of an event that ends a stream in its midst
@@ -80,8 +91,8 @@ class ChatChunk(msgspec.Struct):
 _decode_chunk = msgspec.json.Decoder(ChatChunk).decode
 
 
-class AnswerReader:
-    """One stream: pieces with their times in, the fields of a `LoadOutcome` out. Pure.
+class AnswerStreamReader:
+    """Reads one stream: takes its pieces with their times, and fills in a `LoadOutcome`. Pure.
 
     Times are in seconds by one clock, `perf_counter`'s.
     """
@@ -102,7 +113,7 @@ class AnswerReader:
                 continue
             try:
                 chunk = _decode_chunk(event.data)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ProtocolError(f"no chat completion chunk: {error}") from None
             if event.name == "error" or chunk.error:
                 self.outcome.error = "error in mid-stream"
@@ -145,7 +156,7 @@ class AnswerReader:
         """
         outcome = self.outcome
         if self._finished:
-            outcome.error = ""  # an error behind the complete answer is none of the answer's
+            outcome.error = ""  # an error after the complete answer does not count against it
         elif not outcome.error:
             outcome.error = "ended early"
         if not outcome.error and math.isnan(self._last_piece):
@@ -168,8 +179,9 @@ class HttpLoadClient:
     def chat(self, outcome: LoadOutcome, messages: list[dict[str, str]], tokens: int) -> str:
         """Sends `messages` for an answer of `tokens` tokens; fills in `outcome`.
 
-        Returns the answer's text, empty if the request failed. Raises nothing: what went wrong is
-        in `outcome.error`.
+        Returns the answer's text: after an error within the stream the part that came, and nothing
+        after a refusal or a broken connection. Such failures are not raised, but named in
+        `outcome.error`.
         """
         body = json.dumps(chat_body(self._facts, messages, tokens)).encode()
         try:
@@ -200,7 +212,7 @@ class HttpLoadClient:
         self, connection: HttpConnection, outcome: LoadOutcome, body: bytes, began: float
     ) -> str:
         """Sends one request on this connection and reads its answer to the end."""
-        reader = AnswerReader(outcome, began)
+        reader = AnswerStreamReader(outcome, began)
         refusal_body: list[bytes] = []
         headers = self._headers | {"x-request-id": outcome.id}
         try:
@@ -267,12 +279,14 @@ def refusal(status: int, body: bytes) -> str:
 def server_ttft_s(header: str) -> float:
     """Returns the seconds from arrival at the server to its first token, as a Diptych gateway says.
 
-    They are the sum of `queue` and `prefill` in `server-timing`; nan if they are not there.
+    They are the sum of `queue` and `prefill` in `server-timing`; nan if one of them is missing or is
+    no number.
     """
     durations_ms = dict(re.findall(r"(\w[\w-]*);dur=([\d.]+)", header))
-    if not {"queue", "prefill"} <= durations_ms.keys():
+    try:
+        return (float(durations_ms["queue"]) + float(durations_ms["prefill"])) / 1e3
+    except (KeyError, ValueError):
         return math.nan
-    return (float(durations_ms["queue"]) + float(durations_ms["prefill"])) / 1e3
 
 
 # ---- what is asked before the load ---------------------------------------------------------------
@@ -379,7 +393,8 @@ class _EndpointProber:
         except (OSError, ProtocolError):
             if self._connection.response.status:
                 raise  # the server was answering: this is no idle connection that was closed
-            self._reconnect()  # the server gave the connection up between two requests
+            # No status came. The server may have closed the idle connection: try once more.
+            self._reconnect()
             answer = self._exchange(method, path, payload)
         response = self._connection.response
         if not response.reusable:

@@ -74,6 +74,7 @@ def _name(command: str) -> str:
 
 
 def main() -> None:
+    """Prints what each process took of CPU and memory. Argument: for how many seconds."""
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else 20.0
     before = read_footprints()
     time.sleep(seconds)

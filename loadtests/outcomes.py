@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..router.goodput import GAPS_FOR_P99
-from ..simulator.metrics import ROUNDING_FACTOR, Slo
+from ..simulator.metrics import ROUNDING_FACTOR, Slo, offered_percentiles
 from .arrivals import RateStage
 from .percentiles import percentiles
 
@@ -57,7 +57,8 @@ class LoadOutcome:
     gaps_s: list[float] = field(default_factory=list)  #: between pieces that bring text
     error: str = ""  #: what went wrong; empty: the request was answered
     server_ttft_s: float = math.nan  #: by the server's own clock, if it says so
-    lags_s: list[float] = field(default_factory=list)  #: seconds that the client's reads came late
+    #: for each read whose bytes the kernel stamped: seconds from their arrival to the read
+    lags_s: list[float] = field(default_factory=list)
 
     @property
     def tpot_s(self) -> float:
@@ -74,14 +75,15 @@ class LoadOutcome:
         """Returns what the request missed first: error, ttft or itl; "" if it missed nothing."""
         if self.error:
             return "error"
-        if not self.ttft_s <= slo.ttft_s * ROUNDING_FACTOR:  # so that nan is a miss
+        ttft_target_s = slo.ttft_target_s(self.prompt_tokens)
+        if not self.ttft_s <= ttft_target_s * ROUNDING_FACTOR:  # so that nan is a miss
             return "ttft"
         itl_limit_s = slo.itl_s * ROUNDING_FACTOR
         gaps = self.gaps_s
         if gaps and sum(gaps) / len(gaps) > itl_limit_s:
             return "itl"
         if len(gaps) >= GAPS_FOR_P99:
-            # The p99 keeps the target if at most one gap of a hundred, rounded down, is longer.
+            # The p99 keeps the target if at most `len(gaps) // 100` gaps are longer.
             late_gaps = sum(gap > itl_limit_s for gap in gaps)
             if late_gaps > len(gaps) // 100:
                 return "itl"
@@ -95,17 +97,20 @@ class LoadOutcome:
 def summarize(outcomes: list[LoadOutcome], slo: Slo, span_s: float) -> dict[str, Any]:
     """Returns the figures of requests offered within `span_s` seconds.
 
-    Counts and rates are of all requests, tokens and latencies of those that were served. Latencies
-    are empty where there is none. `goodput` is None without a request.
+    `requests`, `errors`, `met`, `missed`, `goodput`, `offered_per_s` and `good_per_s` are of all
+    requests. All else but `ttft_offered_ms` is of the served ones, which have no error;
+    `tokens_per_s` counts from their first sending to their last end. Figures of a latency that no
+    request has are an empty dict. `goodput` is None without a request.
+
+    `ttft_offered_ms` ranks the TTFT of all requests: those that were refused or failed come behind
+    the served ones, and a percentile that falls on one of them is None.
     """
     served = _served(outcomes)
     missed = Counter(filter(None, (outcome.missed(slo) for outcome in outcomes)))
     errors = Counter(outcome.error for outcome in outcomes if outcome.error)
     met = len(outcomes) - missed.total()
     output_tokens = sum(outcome.output_tokens for outcome in served)
-    first_sent_s = min((outcome.sent_s for outcome in served), default=0.0)
-    last_ended_s = max((outcome.ended_s for outcome in served), default=0.0)
-    active_s = last_ended_s - first_sent_s  # `tokens_per_s` counts over the time with answers
+    active_s = _active_s(served)
     server_ttfts_s = [outcome.server_ttft_s for outcome in served]
     return {
         "requests": len(outcomes),
@@ -122,16 +127,26 @@ def summarize(outcomes: list[LoadOutcome], slo: Slo, span_s: float) -> dict[str,
         "pieces": sum(len(outcome.gaps_s) + 1 for outcome in served),
         "tokens_per_s": output_tokens / active_s if active_s > 0 else 0.0,
         "ttft_ms": _latency_figures(outcome.ttft_s for outcome in served),
+        "ttft_offered_ms": _offered_ms([outcome.ttft_s for outcome in served], len(outcomes)),
         "itl_ms": _latency_figures(_all_gaps_s(served)),
         "second_token_ms": _latency_figures(_first_gaps_s(served)),
         "tpot_ms": _latency_figures(outcome.tpot_s for outcome in served if outcome.gaps_s),
         "e2e_ms": _latency_figures(outcome.e2e_s for outcome in served),
-        "server_ttft_ms": _latency_figures(t for t in server_ttfts_s if not math.isnan(t)),
+        "server_ttft_ms": _latency_figures(
+            ttft_s for ttft_s in server_ttfts_s if not math.isnan(ttft_s)
+        ),
     }
 
 
 def _served(outcomes: list[LoadOutcome]) -> list[LoadOutcome]:
     return [outcome for outcome in outcomes if not outcome.error]
+
+
+def _active_s(served: list[LoadOutcome]) -> float:
+    """Returns the seconds from the first request to the end of the last answer; 0 without any."""
+    first_sent_s = min((outcome.sent_s for outcome in served), default=0.0)
+    last_ended_s = max((outcome.ended_s for outcome in served), default=0.0)
+    return last_ended_s - first_sent_s
 
 
 def _all_gaps_s(outcomes: list[LoadOutcome]) -> list[float]:
@@ -151,6 +166,14 @@ def _latency_figures(latencies_s: Iterable[float]) -> dict[str, float]:
         "mean": round(float(np.mean(seconds)) * 1e3, 3),
         **percentiles(seconds, LATENCY_RANKS, factor=1e3, digits=3),
         "max": round(max(seconds) * 1e3, 3),
+    }
+
+
+def _offered_ms(ttfts_s: list[float], offered: int) -> dict[str, float | None]:
+    """Returns the TTFT percentiles over all offered requests; None: it falls on a failed one."""
+    return {
+        rank: None if seconds is None else round(seconds * 1e3, 3)
+        for rank, seconds in offered_percentiles(ttfts_s, offered).items()
     }
 
 

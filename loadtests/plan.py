@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..simulator.errors import SimulationError
-from ..simulator.metrics import Slo
+from ..simulator.metrics import OFFERED_RANKS, Slo, isolated_cost
+from ..simulator.sources.synthetic import TokenRange
 from .errors import LoadError
 
 LOADS = ("constant", "poisson", "burst", "ramp", "trace", "chat")
@@ -49,13 +50,19 @@ class LoadPlan:
     users: int = _option(10, "Users of the chat load.")
     duration: float = _option(60.0, "Seconds in which requests are offered.")
     slo: str = _option("ttft=2s,itl=200ms", "Targets that a request must meet to count as goodput.")
+    isolated: str = _option(
+        "",
+        "How long a prompt takes alone on the server, as 20ms + 150ms/1k: for targets like "
+        "max(1s, 3x).",
+    )
     prompt: str = _option("64-512", "Tokens of a prompt; of a user's message in chat.")
     output: str = _option("16-64", "Tokens of an answer.")
     shared: int = _option(0, "Tokens that all prompts begin with; of each system prompt in chat.")
     think: float = _option(2.0, "Mean seconds between an answer and the next message (chat).")
     steps: int = _option(6, "Rates that a ramp tries.")
     trace: str = _option(
-        "", "File (.jsonl, .jsonl.gz, ServeGen .npz) or synthetic[:N], N being its requests."
+        "",
+        "File (.jsonl, Azure .csv, either .gz; ServeGen .npz) or synthetic[:N], N being its requests.",
     )
     scale: float = _option(1.0, "Factor on a trace's lengths, for models with a short context.")
     dispatch: str = _option("timestamp", "timestamp, or thinktime: turns wait for the one before.")
@@ -101,21 +108,25 @@ class LoadPlan:
     def targets(self) -> Slo:
         """What a request must meet: its first token's time, and the gaps between tokens."""
         try:
-            slo = Slo.parse(self.slo)
+            costs = (isolated_cost(self.isolated),) if self.isolated else ()
+            slo = Slo.parse(self.slo, costs)
         except SimulationError as error:
             raise LoadError(str(error)) from None
-        if slo.ttft_multiple:
-            raise LoadError(f"slo {self.slo}: multiples are for simulations; give times")
+        if slo.ttft.needs_isolated and not costs:
+            raise LoadError(
+                f"slo {self.slo}: 3x is of the prompt's time alone on the server: give that with "
+                "--isolated, as in 20ms + 150ms/1k (`diptych status -o json` has a router's)"
+            )
         return slo
 
     @property
-    def prompts(self) -> tuple[int, int]:
-        """Least and largest number of tokens of a prompt."""
+    def prompts(self) -> TokenRange:
+        """How many tokens a prompt has."""
         return _token_range("prompt", self.prompt)
 
     @property
-    def outputs(self) -> tuple[int, int]:
-        """Least and largest number of tokens of an answer."""
+    def outputs(self) -> TokenRange:
+        """How many tokens an answer has."""
         return _token_range("output", self.output)
 
     @property
@@ -145,14 +156,14 @@ class LoadPlan:
         return Path(self.trace).name.split(".")[0] if self.load == "trace" else self.load
 
 
-def _token_range(name: str, text: str) -> tuple[int, int]:
-    """Returns both ends of `128` or `64-512`; `name` is the option, for the error."""
+def _token_range(name: str, text: str) -> TokenRange:
+    """Returns the range of `128` or `64-512`; `name` is the option, for the error."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     low = int(match[1]) if match else 0
     high = int(match[2] or match[1]) if match else 0
     if not 1 <= low <= high:
         raise LoadError(f"{name} {text}: expected tokens, as 128 or 64-512")
-    return low, high
+    return TokenRange(low, high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +186,7 @@ class LoadGate:
         return LoadGate(name, sign, float(limit))
 
     def holds(self, summary: dict[str, Any]) -> bool:
-        """Whether the figure keeps the limit. A figure that the run lacks keeps none.
+        """Returns whether the figure keeps the limit. A figure that the run lacks keeps none.
 
         A run lacks figures if it had no request, no answer or no gap.
         """
@@ -193,7 +204,11 @@ _SHARES = ("goodput", "good_per_s", "errors", "tokens_per_s")
 _TIMES = ("ttft", "itl", "tpot", "e2e", "second_token")
 _RANKS = ("mean", "p50", "p90", "p95", "p99", "max")
 #: figures that a gate can name: shares, rates and counts; times in ms
-GATED = (*_SHARES, *(f"{time}_{rank}" for time in _TIMES for rank in _RANKS))
+GATED = (
+    *_SHARES,
+    *(f"{time}_{rank}" for time in _TIMES for rank in _RANKS),
+    *(f"ttft_offered_p{rank}" for rank in OFFERED_RANKS),
+)
 
 
 def gated_figure(summary: dict[str, Any], name: str) -> float | None:

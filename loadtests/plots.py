@@ -49,7 +49,10 @@ def plots_svg(runs: list[Document], names: tuple[str, ...] = ("",)) -> str:
     plotted = [
         PlottedRun(run, name, color) for run, name, color in zip(runs, names, COLORS, strict=False)
     ]
-    targets = LoadPlan(slo=runs[0]["config"]["slo"]).targets
+    targets = LoadPlan(
+        slo=runs[0]["config"]["slo"], isolated=runs[0]["config"].get("isolated", "")
+    ).targets
+    # Of a target that depends on the prompt, its fixed part is drawn.
     ttft_ms = targets.ttft_s * 1e3
     itl_ms = targets.itl_s * 1e3
     figure = Figure(figsize=(12, 7), layout="constrained")

@@ -68,9 +68,7 @@ class Words:
         return "".join(f" {word}" for word in words)
 
     def text(self, arrival: Arrival) -> str:
-        """Returns a message that becomes a prompt of `arrival.prompt_tokens` tokens by the chat
-        template.
-        """
+        """Returns a message whose prompt has the arrival's `prompt_tokens` by the chat template."""
         tokens_left = max(0, arrival.prompt_tokens - self.template)
         parts = [START]
         for name, tokens in arrival.blocks:

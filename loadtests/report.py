@@ -16,6 +16,7 @@ from .plots import COLORS, plots_svg
 #: Rows of the tables: the name shown, and the key in a run's summary.
 LATENCIES = (
     ("TTFT", "ttft_ms"),
+    ("TTFT, all offered", "ttft_offered_ms"),
     ("ITL", "itl_ms"),
     ("second token", "second_token_ms"),
     ("TPOT", "tpot_ms"),
@@ -106,10 +107,19 @@ def _latency_table(run: Document, corner: str) -> Table:
     """Returns a row for each latency, in ms; `corner` is the text in the top left cell."""
     rows = [[corner, *RANKS]]
     for name, key in LATENCIES:
-        figures = run["summary"][key]
-        cells = [f"{figures[rank]:.1f}" if rank in figures else "-" for rank in RANKS]
-        rows.append([name, *cells])
+        figures = run["summary"].get(key)
+        if figures is None:  # the run is of an older version
+            continue
+        rows.append([name, *(_latency_cell(figures, rank) for rank in RANKS)])
     return rows
+
+
+def _latency_cell(figures: dict[str, float | None], rank: str) -> str:
+    """Returns a figure in ms; of all offered requests a percentile may fall on a failed one."""
+    if rank not in figures:
+        return "-"
+    value = figures[rank]
+    return "failed" if value is None else f"{value:.1f}"
 
 
 def stage_table(run: Document) -> Table:
@@ -250,8 +260,8 @@ def compared(first: Document, second: Document, names: tuple[str, str]) -> Table
     for name, key in RATES:
         rows.append(_compared_row(name, first["summary"][key], second["summary"][key]))
     for name, key in LATENCIES:
-        first_figures = first["summary"][key]
-        second_figures = second["summary"][key]
+        first_figures = first["summary"].get(key, {})
+        second_figures = second["summary"].get(key, {})
         for rank in RANKS[:-1]:
             figure = f"{name} {rank}, ms"
             rows.append(_compared_row(figure, first_figures.get(rank), second_figures.get(rank)))

@@ -14,7 +14,7 @@ import grpc
 from grpc.experimental import gevent as grpc_gevent
 
 from ..protos import inference_pb2, inference_pb2_grpc
-from .endpoint import TIMEOUT_S, AnswerReader, EndpointFacts
+from .endpoint import TIMEOUT_S, AnswerStreamReader, EndpointFacts
 
 if TYPE_CHECKING:
     from .outcomes import LoadOutcome
@@ -42,7 +42,7 @@ class GrpcLoadClient:
             max_tokens=tokens,
             request_id=outcome.id,
         )
-        reader = AnswerReader(outcome, time.perf_counter())
+        reader = AnswerStreamReader(outcome, time.perf_counter())
         try:
             for reply in self._stub.Chat(request, timeout=TIMEOUT_S, metadata=self._metadata):
                 if reply.delta:

@@ -39,9 +39,11 @@ OnEnd = Callable[[LoadOutcome, RateStage], None]
 
 
 class ChatClient(Protocol):
-    """Sends one request for `tokens` tokens, fills in its outcome, returns the answer's text."""
+    """Whatever sends requests to the endpoint: by HTTP, or by gRPC."""
 
-    def chat(self, outcome: LoadOutcome, messages: list[ChatMessage], tokens: int) -> str: ...
+    def chat(self, outcome: LoadOutcome, messages: list[ChatMessage], tokens: int) -> str:
+        """Sends a request for `tokens` tokens, fills in its outcome, returns the answer's text."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class LoadRun:
             self._active_users -= 1
 
     def fits(self, arrival: Arrival) -> bool:
-        """Whether the model's context has room for the prompt and the answer."""
+        """Returns whether the model's context has room for the prompt and the answer."""
         return arrival.prompt_tokens + arrival.output_tokens <= self.facts.context
 
     def _wait_until(self, time_s: float, stopping: IsStopping) -> bool:
@@ -173,7 +175,7 @@ class LoadRun:
         return not stopping()
 
     def _is_beyond_knee(self, stage_index: int) -> bool:
-        """Whether too little of a stage was met for a higher rate to be worth trying.
+        """Returns whether too little of a stage was met for a higher rate to be worth trying.
 
         It is judged by the requests of this process that have ended.
         """
@@ -226,8 +228,8 @@ class LoadRun:
             prompt_tokens += plan.shared + template
 
         while self.now < plan.duration:
-            message_tokens = rng.randint(*plan.prompts)
-            answer_tokens = rng.randint(*plan.outputs)
+            message_tokens = plan.prompts.draw(rng)
+            answer_tokens = plan.outputs.draw(rng)
             prompt_tokens += message_tokens + template
             if prompt_tokens + answer_tokens > self.facts.context:
                 return

@@ -206,4 +206,5 @@ class HttpConnection:
         return now_s, data
 
     def close(self) -> None:
+        """Closes the connection; a second call does nothing."""
         self._socket.close()

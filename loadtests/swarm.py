@@ -246,10 +246,10 @@ class Swarm:
     def _check_first_turn(self, context: int) -> None:
         """Raises LoadError if not even the shortest first turn of a chat fits into the context."""
         plan = self._plan
-        least_tokens = plan.shared + plan.prompts[0] + plan.outputs[0]
-        if plan.load == "chat" and least_tokens > context:
+        shortest_tokens = plan.shared + plan.prompts.low + plan.outputs.low
+        if plan.load == "chat" and shortest_tokens > context:
             raise LoadError(
-                f"a first turn has {least_tokens} tokens and more with its answer, the model's "
+                f"a first turn has {shortest_tokens} tokens and more with its answer, the model's "
                 f"context is {context}: ask for shorter prompts, answers or system prompts"
             )
 

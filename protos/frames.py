@@ -306,17 +306,22 @@ class PlaceAttempt(msgspec.Struct, tag="place", frozen=True):
     avoided_workers: list[str] = msgspec.field(default_factory=list, name="avoid")
     #: workers that are dead for all that the gateway knows: never taken, the request waits instead
     lost_workers: list[str] = msgspec.field(default_factory=list, name="lost")
-    #: prefill on the decode worker: the last attempt does without a transfer
+    #: the decode worker is to compute the prompt itself; set for the last attempt that may fail,
+    #: which so needs no transfer
     local_prefill: bool = msgspec.field(default=False, name="local")
     tenant: str = ""  #: whose key the request came with; tenants take turns in the queue
     slo_class: str = "interactive"  #: by which the configuration has targets
-    ttft_s: float = 0.0  #: target; 0: the configured one
-    itl_s: float = 0.0  #: target; 0: the configured one
+    #: TTFT target: the client's own, or what the first placement made of it; 0: `ttft` says it
+    ttft_s: float = 0.0
+    itl_s: float = 0.0  #: ITL target; 0: the configured one
     waited_s: float = 0.0  #: the request's age before this attempt: a retry keeps its deadline
     trace: str = ""  #: W3C traceparent of the request's span, if it is traced
     session: str = ""  #: the client's name of the conversation, for the record of decisions
     #: answers to the prompt: each takes blocks, and a row of a step
     answer_count: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(default=1, name="answers")
+    #: TTFT target as in `max(1s, 3x)` (`protos/targets.py`); "": the configured one. With `ttft_s`
+    #: it only says where that number comes from.
+    ttft: str = ""
 
 
 class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
@@ -336,6 +341,9 @@ class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
     #: a worker that holds more of the prefix than the worker that computes the prompt
     prefix_holder: str | None = msgspec.field(default=None, name="fetch")
     background: bool = False  #: it cannot be in time any more: it gets what nobody else can use
+    ttft_target_s: float = 0.0  #: what the request's TTFT target comes to; 0: an older router
+    itl_target_s: float = 0.0  #: its target between two tokens; 0: an older router
+    ttft_target: str = ""  #: the TTFT target as in `max(1s, 3x)`; "": a plain time
 
 
 class AttemptRefused(msgspec.Struct, tag="refused", frozen=True):
@@ -383,12 +391,32 @@ class RequestOutcome(msgspec.Struct, tag="outcome", frozen=True):
     itl_p99_s: float = 0.0
     ttft_target_s: float = 0.0  #: 0: the configured one
     itl_target_s: float = 0.0  #: 0: the configured one
+    prompt_tokens: int = 0  #: for the configured target, if that depends on them
 
 
 class PromptPrefilled(msgspec.Struct, tag="prefilled", frozen=True):
     """Tells that the first token is out: the prefill worker is done with this attempt's prompt."""
 
     attempt_key: AttemptKey = msgspec.field(name="key")
+
+
+class IntroduceGateway(msgspec.Struct, tag="gateway", frozen=True):
+    """Tells the router where the gateway that sends it can be reached by the other gateways."""
+
+    address: str  #: host:port of its listener for frames
+
+
+class GatewayCard(msgspec.Struct, frozen=True):
+    """Says who a gateway is, and how the others reach it."""
+
+    name: str
+    address: str  #: host:port of its listener for frames
+
+
+class GatewayDirectory(msgspec.Struct, tag="gateways", frozen=True):
+    """Names all gateways that have introduced themselves to a router; sent to gateways only."""
+
+    gateways: list[GatewayCard]
 
 
 # ---- gateways <-> workers ------------------------------------------------------------------------
@@ -408,7 +436,8 @@ class StartPrefill(msgspec.Struct, tag="prefill", frozen=True):
     decode_worker: str = msgspec.field(name="decode")  #: where the KV goes
     #: a worker that may hold more of the prefix than this one
     prefix_holder: str | None = msgspec.field(default=None, name="fetch")
-    deadline_s: float = 0.0  #: until the first token is due, from now; 0: in order of arrival
+    #: until the first token is due, from now; 0: no deadline, before all that have one
+    deadline_s: float = 0.0
     #: how many ids at the end of `token_ids` are an answer that goes on
     resumed_tokens: int = msgspec.field(default=0, name="given")
     trace: str = ""  #: as in `PlaceAttempt`
@@ -485,6 +514,76 @@ class PromptArrived(msgspec.Struct, tag="moved", frozen=True):
     tokens: int  #: of the prompt, that have KV there
     busy_ms: float  #: with a write under way
     exposed_ms: float  #: of the transfer, after the end of the prefill
+
+
+# ---- gateways <-> gateways -----------------------------------------------------------------------
+# Each gateway dials every other one. The one that dials asks; a reply has its call's `call_id`.
+
+
+class FindResponse(msgspec.Struct, tag="find_response", frozen=True):
+    """Asks a gateway for a response that a tenant has stored there."""
+
+    call_id: int = msgspec.field(name="call")
+    tenant: str
+    response_id: str = msgspec.field(name="response")
+    with_turns: bool = False  #: The conversation up to the response is wanted, too.
+    delete: bool = False  #: The gateway forgets the response.
+
+
+class ResponseFound(msgspec.Struct, tag="response", frozen=True):
+    """Answers `FindResponse`."""
+
+    call_id: int = msgspec.field(name="call")
+    response: bytes | None = None  #: The JSON text of the object; None: it is not there.
+    #: JSON texts of lists of items: what was said for each response of the conversation, the
+    #: response itself last.
+    turns: list[bytes] = []
+
+
+class TakeAnswer(msgspec.Struct, tag="take", frozen=True):
+    """Asks a gateway for the answers that it keeps for a client, who is at another gateway now.
+
+    The gateway that had the answers ends its work on them, and forgets them.
+    """
+
+    call_id: int = msgspec.field(name="call")
+    model: str
+    tenant: str
+    request_id: str = msgspec.field(name="request")  #: as its client named it
+    digest: bytes  #: of what was asked for: answers to anything else are not the client's
+
+
+class AnswerJournal(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens of one answer so far."""
+
+    tokens: list[Token]
+    finish_reason: str | None  #: None: the answer has not ended
+
+
+class AnswerTaken(msgspec.Struct, tag="taken", frozen=True):
+    """Answers `TakeAnswer`."""
+
+    call_id: int = msgspec.field(name="call")
+    journals: list[AnswerJournal] = []  #: of each answer; empty: none are kept there
+    prompt_logprobs: list[ScoredToken] = []
+    hit_tokens: int = 0  #: of the prompt, that were in a cache when the request was placed
+    #: The answers are to be generated even while no client is connected; the gateway that takes
+    #: them then generates them in that way.
+    goes_on: bool = False
+
+
+class KeyUse(msgspec.Struct, frozen=True, array_like=True):
+    """What an API key uses of its limits."""
+
+    open_calls: int
+    running_answers: int
+    bucket_answers: float  #: that it has asked for, less what has leaked since
+
+
+class KeyUsageReport(msgspec.Struct, tag="key_usage", frozen=True):
+    """Tells another gateway what the API keys use at this one, by the keys' ids."""
+
+    usage: dict[str, KeyUse]
 
 
 # ---- calls, answered by `CallReply` --------------------------------------------------------------
@@ -567,6 +666,7 @@ FramesToRouter = (
     | PromptPrefilled
     | InspectProcess
     | CallReply
+    | IntroduceGateway
 )
 FramesFromRouter = (
     Heartbeat
@@ -576,6 +676,7 @@ FramesFromRouter = (
     | CallReply
     | InspectProcess
     | CloseGateway
+    | GatewayDirectory
 )
 FramesToWorker = (
     Heartbeat
@@ -587,3 +688,8 @@ FramesToWorker = (
     | ChangeRole
 )
 FramesFromWorker = Heartbeat | EngineStepTokens | AttemptFailed | PromptArrived | CallReply
+
+# Between gateways, by the direction that the connection was dialled in.
+
+FramesToGateway = Heartbeat | FindResponse | TakeAnswer | KeyUsageReport
+FramesFromGateway = Heartbeat | ResponseFound | AnswerTaken

@@ -31,11 +31,12 @@ import msgspec
 
 from .frames import PROTOCOL, Challenge, Hello, Welcome
 
-HANDSHAKE_BYTES_MAX = 4096  #: Of a message whose sender has proved nothing yet.
-#: A caller that has proved nothing for so long is hung up on; a dialler waits as long.
+HANDSHAKE_BYTES_MAX = 4096  #: The largest size of a handshake's message.
+#: A listener hangs up on a caller that has proved nothing for so long; a dialler waits as long.
 HANDSHAKE_TIMEOUT_S = 5.0
-#: Callers of one listener that have proved nothing yet. One more, and the oldest is hung up on. A
-#: flood keeps a peer out only if it opens so many connections while the peer's handshake goes on.
+#: At most so many callers of one listener may have proved nothing yet; when one more comes, the
+#: listener hangs up on the oldest. A flood keeps a peer out only if it opens so many connections
+#: while the peer's handshake goes on.
 UNPROVED_CALLERS_MAX = 64
 NONCE_BYTES = 16  #: Of `a` and `b`; 128 random bits never come twice.
 LENGTH = struct.Struct(">I")  #: Stands in front of each message.
@@ -44,12 +45,15 @@ Message = TypeVar("Message", Challenge, Hello, Welcome)
 
 
 class HandshakeRefused(ConnectionError):
-    """The other end does not know the secret, or does not speak this protocol."""
+    """The other end does not know the secret or does not speak this protocol.
+
+    It is also raised for bytes that are not the expected message, and for a message too large.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """What a dialling process says of itself, and a secret.
+    """What a dialling process says of itself, and the secret that it proves to know.
 
     `DiallerHandshake` proves `secret` as it is, so it must get an identity with the secret of the
     listener that is dialled. `cluster/wire/connection.py`'s `dial` takes an identity with the
@@ -81,7 +85,7 @@ class DiallerHandshake:
         return _encode(msgspec.structs.replace(unproved, proof=proof))
 
     def conclude(self, welcome_message: bytes) -> None:
-        """Check the Welcome. Raises HandshakeRefused if the listener does not know the secret."""
+        """Check the Welcome. Raises HandshakeRefused if its proof is not that of the secret."""
         welcome = _decoded(welcome_message, Welcome)
         if not hmac.compare_digest(welcome.proof, self._expected_proof):
             raise HandshakeRefused("who answers does not know the cluster's secret")
@@ -145,9 +149,9 @@ def secret_of_listener(secret: str, kind: str, name: str) -> str:
 
 
 def dialler_proof(secret: str, listener_nonce: bytes, hello: Hello) -> bytes:
-    """Return the proof that belongs into `hello`; the one that is there does not count.
+    """Return the proof for `hello`, whose own `proof` field is ignored.
 
-    The proof is 32 bytes, as is a listener's.
+    The proof has 32 bytes, and covers all other fields of `hello` and the listener's nonce.
     """
     return _hmac(
         secret,
@@ -163,7 +167,7 @@ def dialler_proof(secret: str, listener_nonce: bytes, hello: Hello) -> bytes:
 
 
 def listener_proof(secret: str, listener_nonce: bytes, dialler_nonce: bytes) -> bytes:
-    """Return the proof that belongs into a Welcome."""
+    """Return the proof for the Welcome: 32 bytes."""
     return _hmac(secret, [b"listen", listener_nonce, dialler_nonce])
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..protos.targets import TtftTarget, parse_cached
+
 #: A queued request is given up after so many times `background_wait_s`: it was let in because a
 #: shorter wait was predicted, and the prediction was wrong by then.
 GIVE_UP_FACTOR = 2.0
@@ -17,9 +19,20 @@ class SloClass:
     priority: int = 0
     weight: float = 1.0  #: value of one request when not all can be served in time; no policy asks
     early_reject: bool = False  #: prefers an early 429 to an answer after its target
+    #: target to the first token (`protos/targets.py`); "": the tenant's, else the configured one
+    ttft: str = ""
+    itl_s: float = 0.0  #: target between two tokens; 0: the tenant's, else the configured one
 
     def __post_init__(self) -> None:
         assert self.weight > 0, self
+
+
+@dataclass(frozen=True, slots=True)
+class TenantTargets:
+    """The targets of one tenant's requests, where their class has none."""
+
+    ttft: str = ""  #: to the first token; "": the configured target
+    itl_s: float = 0.0  #: between two tokens; 0: the configured target
 
 
 #: The classes by default, by the name that a request gives.
@@ -47,7 +60,7 @@ class RouterConfig:
     settle_s: float = 3.0
     prior_tokens_per_s: float = 2000.0  #: prefill rate of a worker that says nothing of its speed
     policy: str = "diptych"  #: a key of `policies.POLICIES`
-    ttft_s: float = 2.0  #: target to the first token, of a request that names none
+    ttft_s: float = 2.0  #: target to the first token, of a request that names none; without `ttft`
     itl_s: float = 0.05  #: target between two tokens, of a request that names none
     classes: Mapping[str, SloClass] = field(default_factory=lambda: dict(CLASSES))
     #: a prefix is moved from another worker where that is faster than computing
@@ -58,9 +71,17 @@ class RouterConfig:
     index_per_worker: int = 65536  #: entries of one worker in the index of prefixes, at most
     predicted_ttl_s: float = 120.0  #: an entry that was predicted and never reported ends then
     decisions: int = 4096  #: decision records kept; 0: none are made
+    #: target to the first token, as in `max(1s, 3x)` (`protos/targets.py`); "": `ttft_s`
+    ttft: str = ""
+    tenants: Mapping[str, TenantTargets] = field(default_factory=dict)  #: by the tenant's name
 
     def __post_init__(self) -> None:
         assert self.disaggregate in ("always", "auto", "never"), self.disaggregate
         assert self.queue_max >= 0 and self.queue_ttl_s > 0 and self.classes, self
         assert self.background_wait_s > 0, self
         assert self.ttft_s > 0 and self.itl_s > 0 and self.prior_tokens_per_s > 0, self
+
+    @property
+    def ttft_target(self) -> TtftTarget:
+        """The target to the first token, of a request that names none."""
+        return parse_cached(self.ttft) if self.ttft else TtftTarget.flat(self.ttft_s)

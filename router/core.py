@@ -27,6 +27,7 @@ from ..protos.frames import (
     AttemptRefused,
     DeliverFrame,
     PlaceAttempt,
+    RequestOutcome,
     WorkerDirectory,
 )
 from .config import RouterConfig
@@ -58,6 +59,7 @@ from .policies import POLICIES
 from .predictor import OutputLengths
 from .recorder import DecisionRecorder, UntidiedPlacement, name_of
 from .request_queue import QueuedRequest, RequestQueue
+from .request_targets import RequestTargets
 from .worker_state import DecodeReservation, WorkerState
 
 #: A decode step is assumed to read this share of the tokens that a reservation's blocks have room
@@ -119,7 +121,8 @@ class Router:
         #: its gateway is not connected any more; the attempt keeps its reservation there
         self.foreign_attempts: dict[AttemptKey, WorkerState] = {}
         self.lengths = OutputLengths()
-        self.goodput = Goodput(config.ttft_s, config.itl_s)
+        self.targets = RequestTargets(config)
+        self.goodput = Goodput()
         self.counts = PlacementCounts()
         self.placed = 0  #: placements since the start
         self.refused = 0  #: refusals since the start
@@ -153,7 +156,7 @@ class Router:
             case WorkerReported():
                 return self._take_report(event, now)
             case RequestEnded(outcome):
-                self.goodput.observe(outcome, now)
+                self._observe_outcome(outcome, now)
                 return []
             case RouterTick():
                 self._index.expire(now)
@@ -440,11 +443,19 @@ class Router:
     def _new_request(self, gateway: str, place: PlaceAttempt, now: float) -> QueuedRequest:
         config = self.config
         first_class = next(iter(config.classes.values()))
-        ttft_s = place.ttft_s or config.ttft_s
+        prompt_tokens = place.prompt_tokens
+        ttft_s = place.ttft_s
+        ttft_target = place.ttft
+        isolated_s = 0.0
+        if not ttft_s:
+            target = self.targets.asked_ttft_target(place)
+            if target.needs_isolated:
+                isolated_s = self.fleet.isolated_prefill_s(prompt_tokens)
+            ttft_s = target.seconds(prompt_tokens, isolated_s)
+            ttft_target = "" if target.is_flat else str(target)
         arrived_at = now - place.waited_s
         request_id, attempt_number = place.attempt_key
         hashed_name = f"{request_id}|{attempt_number}".encode()
-        prompt_tokens = place.prompt_tokens
         answers = place.answer_count
         output_tokens = self.lengths.expect(place.tenant, place.slo_class, place.max_tokens)
         return QueuedRequest(
@@ -457,7 +468,7 @@ class Router:
             deadline=arrived_at + ttft_s,
             expires_at=now + max(config.queue_ttl_s, ttft_s),
             old_at=now + OLD_SHARE * max(config.queue_ttl_s, ttft_s),
-            itl_s=place.itl_s or config.itl_s,
+            itl_s=place.itl_s or self.targets.itl_s(place),
             sampled_hashes=sample(place.hashes),
             tie_hash=xxhash.xxh3_64_intdigest(hashed_name, config.seed),
             local=self.placer.is_local(place),
@@ -465,6 +476,9 @@ class Router:
             excludes_workers=bool(place.lost_workers or place.avoided_workers),
             kv_tokens_read=answers * (prompt_tokens + output_tokens / 2),
             expected_tokens=prompt_tokens + answers * output_tokens,
+            ttft_target_s=ttft_s,
+            ttft_target=ttft_target,
+            isolated_s=isolated_s,
         )
 
     def _place_queued(self, now: float) -> list[RouterAction]:
@@ -508,6 +522,9 @@ class Router:
             deadline_s=max(placement.deadline - now, 0.001) if placement.deadline else 0.0,
             prefix_holder=name_of(placement.fetch_from),
             background=request.overdue,
+            ttft_target_s=request.ttft_target_s,
+            itl_target_s=request.itl_s,
+            ttft_target=request.ttft_target,
         )
         self.placed_attempts[request.attempt_key] = PlacedAttempt(
             gateway=request.gateway,
@@ -612,6 +629,17 @@ class Router:
             self.fleet.withdraw_prompt(attempt.computing_worker, key, now)
             self.fleet.release(attempt.decode_worker, key)
 
+    def _observe_outcome(self, outcome: RequestOutcome, now: float) -> None:
+        """Count a request by its targets, which the gateway knows of those that were placed."""
+        ttft_s = outcome.ttft_target_s
+        if not ttft_s:
+            target = self.targets.ttft_target(outcome)
+            isolated_s = self.fleet.isolated_prefill_s(outcome.prompt_tokens)
+            ttft_s = target.seconds(outcome.prompt_tokens, isolated_s)
+        self.goodput.observe(
+            outcome, ttft_s, outcome.itl_target_s or self.targets.itl_s(outcome), now
+        )
+
     # ---- for people ------------------------------------------------------------------------------
 
     def statistics(self, now: float | None = None) -> dict[str, Any]:
@@ -637,6 +665,7 @@ class Router:
             "hit_tokens": self.hit_tokens,
             "prompt_tokens": self.prompt_tokens,
             "index_entries": len(self._index),
+            "isolated_prefill": self.fleet.isolated_prefill_text(),
             "decisions": self._recorder.decisions.count,
             "goodput": self.goodput.statistics(),
             "outlook": outlook(self.demand, self.fleet, now),

@@ -81,6 +81,9 @@ class Decision(msgspec.Struct):
     exposed_s: float = 0.0  #: transfer that the prefill does not hide
     observed: dict[str, Any] = {}  #: the outcome, once it is known
     session: str = ""  #: as the client names the conversation
+    ttft_target: str = ""  #: the target as in `max(1s, 3x)`; "": a plain time
+    #: seconds of the whole prompt alone in the cluster, where the target depends on it; else 0
+    isolated_s: float = 0.0
 
     def to_plain(self) -> dict[str, Any]:
         """Return the record in plain types, with a name for each term. Times are in seconds."""

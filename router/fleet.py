@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from ..protos.frames import AttemptKey, WorkerCard, WorkerReport
+from ..protos.targets import TargetSum
 from .predictor import SLOW, Correction, Drift, LearnedCost, prior
 from .worker_state import DecodeReservation, PrefillWork, WorkerState
 
@@ -61,6 +62,8 @@ class WorkerFleet:
         #: by GPU and tensor parallelism
         self._learned_costs: dict[tuple[str, int], LearnedCost] = {}
         self._revisited_slot = 0  #: the slot that `revisit` looked at last
+        #: one worker of each GPU type and tensor parallelism
+        self._examples: list[WorkerState] = []
 
     # ---- membership ------------------------------------------------------------------------------
 
@@ -127,6 +130,8 @@ class WorkerFleet:
         alive = [worker for worker in self.by_slot if worker is not None]
         self.prefill_workers = [worker for worker in alive if _prefills(worker.card)]
         self.decode_workers = [worker for worker in alive if _decodes(worker.card)]
+        examples = {(worker.card.gpu, worker.card.tensor_parallel): worker for worker in alive}
+        self._examples = list(examples.values())
 
     def accepting_decode_workers(self) -> list[WorkerState]:
         """Return the decode workers that take reservations now, by slot."""
@@ -139,6 +144,18 @@ class WorkerFleet:
 
     # ---- speeds ----------------------------------------------------------------------------------
 
+    def isolated_prefill_s(self, prompt_tokens: float) -> float:
+        """Return the seconds of a whole prompt, were it alone in the cluster and not cached.
+
+        The fastest kind of worker computes it, as its card says, or as was learned of its kind. No
+        correction is in it: a worker that has become slow makes no target longer. While no worker
+        is known, the prior says it.
+        """
+        seconds = [
+            worker.nominal_cost.prefill_s(prompt_tokens, prompt_tokens) for worker in self._examples
+        ]
+        return min(seconds) if seconds else self._prior.prefill_s(prompt_tokens, prompt_tokens)
+
     def _update_cost(self, worker: WorkerState) -> None:
         """Apply the corrections to the nominal cost, and what is derived from prefill speed."""
         worker.cost = worker.nominal_cost.scaled(
@@ -148,6 +165,14 @@ class WorkerFleet:
         worker.typical_prefill_s = worker.cost.prefill_s(
             TYPICAL_UNCACHED_TOKENS, TYPICAL_PROMPT_TOKENS
         )
+
+    def isolated_prefill_text(self) -> str:
+        """Return about how long a prompt takes alone, as in `20ms + 150ms/1k`, for people."""
+        base_s = self.isolated_prefill_s(0)
+        per_token_s = (
+            self.isolated_prefill_s(TYPICAL_PROMPT_TOKENS) - base_s
+        ) / TYPICAL_PROMPT_TOKENS
+        return str(TargetSum(fixed_s=base_s, per_1k_s=1000 * per_token_s).scaled())
 
     def correct_prefill(
         self, worker: WorkerState, work: PrefillWork, took_s: float, now: float

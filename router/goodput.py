@@ -50,7 +50,7 @@ def p99(gaps: Sequence[float]) -> float:
 def judge(outcome: RequestOutcome, ttft_s: float, itl_s: float) -> str | None:
     """Return which targets were met, one of `MET`; None: the request does not count.
 
-    `ttft_s` and `itl_s` are the targets of requests that name none.
+    `ttft_s` and `itl_s` are the targets of a request whose outcome has none.
     """
     ttft_target_s = outcome.ttft_target_s or ttft_s
     itl_target_s = outcome.itl_target_s or itl_s
@@ -83,17 +83,14 @@ class WindowPart:
 class Goodput:
     """Counts ended requests by the targets that they met."""
 
-    def __init__(self, ttft_s: float, itl_s: float) -> None:
-        """`ttft_s` and `itl_s` are the targets of requests that name none."""
-        self._ttft_s = ttft_s
-        self._itl_s = itl_s
+    def __init__(self) -> None:
         self._names: dict[str, set[str]] = {"tenant": set(), "class": set()}
         self._parts: deque[WindowPart] = deque()
         self.total: Counter[GoodputGroup] = Counter()  #: requests since the start
 
-    def observe(self, outcome: RequestOutcome, now: float) -> None:
-        """Count a request that has ended now."""
-        met = judge(outcome, self._ttft_s, self._itl_s)
+    def observe(self, outcome: RequestOutcome, ttft_s: float, itl_s: float, now: float) -> None:
+        """Count a request that has ended now; the targets are those of `judge`."""
+        met = judge(outcome, ttft_s, itl_s)
         if met is None:
             return
         slo_class = self._counted_name("class", outcome.slo_class)

@@ -120,9 +120,11 @@ class DecisionRecorder:
             prompt_tokens=request.prompt_tokens,
             slo_class=request.place.slo_class,
             tenant=request.place.tenant,
-            ttft_target_s=request.deadline - request.arrived_at,  # the deadline of its first token
+            ttft_target_s=request.ttft_target_s,
             itl_target_s=request.itl_s,
             waited_s=at - request.arrived_at,
             waiting=queue_length,
             session=request.place.session,
+            ttft_target=request.ttft_target,
+            isolated_s=request.isolated_s,
         )

@@ -207,7 +207,7 @@ def _note_choices(router: Router, actions: list[RouterAction], choices: Choices)
             choices[frame.attempt_key] = ReplayedChoice(None, None)
         elif isinstance(frame, AttemptPlaced):
             request = router.placed_attempts[frame.attempt_key].request
-            ttft_target_ms = 1e3 * (request.deadline - request.arrived_at)
+            ttft_target_ms = 1e3 * request.ttft_target_s
             ttft_met = frame.predicted_ttft_ms <= ttft_target_ms
             itl_met = frame.predicted_itl_ms <= 1e3 * request.itl_s
             choices[frame.attempt_key] = ReplayedChoice(

@@ -49,6 +49,10 @@ class QueuedRequest:
     excludes_workers: bool  #: its gateway has named workers as lost or to avoid
     kv_tokens_read: float  #: whose KV a decode step reads for all its answers, on average
     expected_tokens: float  #: whose KV is in its blocks when all its answers end as expected
+    ttft_target_s: float = 0.0  #: from its arrival to its first token
+    ttft_target: str = ""  #: the same as in `max(1s, 3x)`; "": a plain time
+    #: seconds of its whole prompt alone in the cluster, where its target depends on them; else 0
+    isolated_s: float = 0.0
 
     # ---- what the last look at the index has found ----
     hits: Hits = NOBODY  #: who holds how much of its prompt

@@ -49,6 +49,8 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
     planned_share: float = msgspec.field(default=1.0, name="planned")
     #: True: the router knew `cost` from the worker's card; False: it learned it from reports.
     cost_on_card: bool = msgspec.field(default=True, name="known")
+    #: Coefficients that sit on the limit of their fit, which is 0: as in `step_row 0`.
+    at_bounds: tuple[str, ...] = ()
 
     def hardware(self) -> Hardware:
         """Return the worker as the simulator takes it; it counts as its threads, not as a GPU."""
@@ -64,6 +66,7 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
             itl_budget_s=inf if self.itl_budget_ms is None else self.itl_budget_ms / 1e3,
             planned_share=self.planned_share,
             cost_on_card=self.cost_on_card,
+            at_bounds=self.at_bounds,
         )
 
     def with_transfers_of(self, cost: Coefficients) -> MeasuredWorker:

@@ -17,7 +17,8 @@ from math import inf
 from multiprocessing import get_context
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from ..router import RouterConfig
+from ..router import RouterConfig, SloClass
+from ..router.config import CLASSES
 from .documents import OWN_POLICY
 from .fleet import Faults, Fleet, FleetSplit
 from .metrics import SimulatedOutcome, Slo
@@ -30,6 +31,7 @@ T = TypeVar("T")
 #: Seconds after the router's first event, from which it takes the fleet for complete. In a
 #: simulation all workers join at once, so there is nothing to wait for.
 SETTLE_S = 0.001
+DEFAULT_CLASS = "interactive"  #: of the requests of a load, as frames have it by default
 
 
 class Variant(StrEnum):
@@ -55,6 +57,8 @@ class Case:
     faults: Faults = field(default_factory=Faults)
     disaggregate: str = "auto"  #: as `RouterConfig.disaggregate`: always, auto or never
     router_config: RouterConfig | None = None  #: a recorded run's; only its policy is replaced
+    #: Requests that would be late are refused at once, by policies that know: ours and Mooncake's.
+    early_reject: bool = False
 
     def setting(self, split: FleetSplit) -> Setting:
         """Return what a simulation of this case runs on a split, the roles of its replicas.
@@ -69,12 +73,12 @@ class Case:
             config = RouterConfig(
                 policy=self.policy,
                 disaggregate="always" if as_shipped else self.disaggregate,
-                # Targets that have only a multiple of the prefill have no seconds; 0 is refused.
-                ttft_s=self.slo.ttft_s or 1.0,
+                ttft=str(self.slo.ttft),
                 itl_s=self.slo.itl_s,
                 settle_s=SETTLE_S,
                 decisions=0,
                 fetch=not as_shipped,
+                classes={**CLASSES, DEFAULT_CLASS: SloClass(early_reject=self.early_reject)},
             )
         return Setting(
             fleet=self.fleet,

@@ -20,8 +20,7 @@ from math import inf
 from typing import Any, assert_never
 
 from ..kv_transfer import messages, ticket_events, tickets
-from ..kv_transfer.identity import ticket_id_of
-from ..protos.frames import AttemptKey
+from ..kv_transfer.identity import attempt_key_of, ticket_id_of
 from .attempt import SimulatedAttempt
 from .hardware import LAYER_GROUPS, Hardware
 from .repeat import RepeatedSteps
@@ -105,7 +104,7 @@ class ExactSimulation(Simulation):
             self._schedule_pieces(worker, worker.steps)
 
     def _schedule_pieces(self, worker: SimulatedWorker, steps: RepeatedSteps) -> None:
-        """The layers of each chunk are pushed piece by piece, while the step computes them."""
+        """Pushes the layers of each chunk piece by piece, while the step computes them."""
         length_s = steps.ends_at - steps.begins_at
         for sequence, tokens in steps.plan.prefill:
             if not sequence.stop_after_first:
@@ -115,12 +114,14 @@ class ExactSimulation(Simulation):
             ticket_id = ticket_id_of(sequence.attempt_key)
             blocks = sequence.blocks[first:last]
             for piece in range(LAYER_GROUPS):
-                push = ticket_events.PushTiles(ticket_id, first, blocks, piece, LAYER_GROUPS)
+                push = ticket_events.PushTiles(
+                    ticket_id, first, blocks, piece=piece, pieces=LAYER_GROUPS
+                )
                 computed_at = steps.begins_at + length_s * (piece + 1) / LAYER_GROUPS
                 self._schedule(computed_at, Moment.TICKET, (worker, push))
 
     def _start_transfer(self, source: SimulatedWorker, attempt: SimulatedAttempt) -> None:
-        """The transfer has begun with the prefill; it ends behind the last piece."""
+        """Lets the transfer, which began with the prefill, end behind the last piece."""
         tiles = source.scheduler.blocks_for(attempt.context_tokens)
         finish = ticket_events.FinishTilePush(ticket_id_of(attempt.key), tiles, b"")
         self._schedule(self.now, Moment.TICKET, (source, finish))
@@ -231,20 +232,14 @@ class ExactSimulation(Simulation):
         for flow in ended:
             write = flow.write
             chunk = messages.ChunkMessage(
-                write.ticket_id,
-                write.generation,
-                write.chunk_number,
-                write.first_tile,
-                write.piece,
-                write.pieces,
-                [0] * len(write.source_tiles),
+                ticket_id=write.ticket_id,
+                generation=write.generation,
+                chunk_number=write.chunk_number,
+                first_tile=write.first_tile,
+                piece=write.piece,
+                pieces=write.pieces,
+                checksums=[0] * len(write.source_tiles),
             )
             note = (flow.sink.name, flow.source.name, chunk, True)
             self._schedule(self.now + HOP_S, Moment.MESSAGE, note)
             self._tell_sender(flow.source, ticket_events.WriteEnded(write.ticket_id, True))
-
-
-def attempt_key_of(ticket_id: str) -> AttemptKey:
-    """The inverse of `ticket_id_of`."""
-    request_id, _, number = ticket_id.rpartition("#")
-    return request_id, int(number)

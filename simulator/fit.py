@@ -196,6 +196,18 @@ def fit_overheads(engines: list[MeasuredEngine]) -> Overheads:
     return Overheads(*(float(f"{value:.4g}") for value in best))
 
 
+def find_at_bounds(overheads: Overheads) -> list[str]:
+    """Return the overheads that sit on a limit of the fit, as in `prompt_s 0.01`."""
+    values = msgspec.structs.asdict(overheads)
+    lower = msgspec.structs.asdict(LOWER_BOUNDS)
+    upper = msgspec.structs.asdict(UPPER_BOUNDS)
+    return [
+        f"{name} {value:g}"
+        for name, value in values.items()
+        if lower[name] < upper[name] and value in (lower[name], upper[name])
+    ]
+
+
 def _as_array(overheads: Overheads) -> np.ndarray:
     return np.array(msgspec.structs.astuple(overheads))
 
@@ -239,6 +251,8 @@ def main() -> None:
 
     result = fit_and_test(read_engines(options.calibration))
     print(f"overheads: {result.overheads}")
+    for value in find_at_bounds(result.overheads):
+        print(f"on its limit: {value}")
     for group, error in result.errors.items():
         values = msgspec.structs.asdict(error)
         print(
@@ -255,7 +269,8 @@ def _write_constants(result: FitResult) -> None:
     constants = load_constants()
     constants = msgspec.structs.replace(
         constants,
-        provenance=constants.provenance | {"error": result.errors},
+        provenance=constants.provenance
+        | {"error": result.errors, "at_bounds": find_at_bounds(result.overheads)},
         overheads=result.overheads,
     )
     COEFFICIENTS_FILE.write_bytes(msgspec.yaml.encode(msgspec.to_builtins(constants)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..protos.frames import Coefficients
 from .errors import SimulationError
 from .hardware import Hardware
 
@@ -100,8 +101,13 @@ class Fleet:
 
     @property
     def reference(self) -> Hardware:
-        """A replica of the first pool, on which isolated prefills are timed."""
+        """A replica of the first pool, by which the fleet's engine is named."""
         return self.pools[0][0]
+
+    @property
+    def costs(self) -> tuple[Coefficients, ...]:
+        """The cost of each pool's replicas; the fastest one times isolated prefills."""
+        return tuple(hardware.cost for hardware, _ in self.pools)
 
     def workers(self, split: FleetSplit) -> list[tuple[str, Hardware]]:
         """Return (role, hardware) of every replica.

@@ -3,13 +3,17 @@
 `protos.frames.Coefficients` holds the closed form: the seconds of a prefill, a step and a transfer.
 This module derives its coefficients from a model's shape, a GPU's data sheet and fitted overheads:
 
-    prefill_base  = prompt_s + 2 * layers * reduce_latency
-    prefill_token = row / prefill_efficiency
-    prefill_pair  = attention_flops_per_pair / (bf16_flops * ATTENTION_MFU * tp) / prefill_efficiency
-    step_base     = step_s + layers * (layer_s + 2 * reduce_latency)
-    step_row      = row
-    step_weights  = weight_bytes_read / (hbm_bytes_per_s * weights_efficiency * tp)
-    step_token    = kv_bytes_per_token / (hbm_bytes_per_s * kv_efficiency * tp)
+    prefill_base   = prompt_s + 2 * layers * reduce_latency
+    prefill_token  = row / prefill_efficiency
+    prefill_pair   = attention_flops_per_pair
+                     / (bf16_flops * ATTENTION_MFU * tp * prefill_efficiency)
+    step_base      = step_s + layers * (layer_s + 2 * reduce_latency)
+    step_row       = row
+    step_weights   = weight_bytes_read / (hbm_bytes_per_s * weights_efficiency * tp)
+    step_token     = kv_bytes_per_token / (hbm_bytes_per_s * kv_efficiency * tp)
+    transfer_base  = TRANSFER_BASE_S
+    transfer_token = kv_bytes_per_token / (nic_bytes_per_s * LINK_EFFICIENCY * tp)
+    exposed_share  = 1 / LAYER_GROUPS
 
     where row = 2 * active_parameters / (flops * gemm_efficiency * tp)
                 + 4 * layers * hidden / reduce_bytes_per_s
@@ -18,12 +22,14 @@ Each layer needs two all-reduces of `2 * hidden` bytes a token; an all-reduce of
 `reduce_latency + b / reduce_bytes_per_s`. For a mixture of experts only the parameters that one
 token uses are computed, and a step reads the experts that `MOE_ROWS` rows touch.
 
-The constants, the fitted overheads, their sources and licences stand in `coefficients.yaml`, which
-`fit.py` writes.
+The constants of each GPU and model, the fitted overheads, their sources and licences stand in
+`coefficients.yaml`; `fit.py --write` replaces the overheads there. The constants of this module
+hold for every GPU and model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,7 +48,9 @@ LINK_EFFICIENCY = 0.7  #: of a NIC's data-sheet rate; assumed
 USABLE_MEMORY_SHARE = 0.9
 KV_BYTES_MINIMUM = 1e9  #: with less room for KV, a model counts as not fitting
 MOE_ROWS = 64  #: rows that are assumed of every step, to count the distinct experts that it reads
-LAYER_GROUPS = 8  #: the KV of one layer group is pushed while the next group is computed
+#: The KV of one layer group is pushed while the next group is computed, so that only the push of
+#: the last group makes the prompt wait.
+LAYER_GROUPS = 8
 TRANSFER_BASE_S = 1e-3  #: assumed, for the messages between the two ends of a transfer
 
 
@@ -160,12 +168,26 @@ def find_model(name: str) -> ModelShape:
     return models[name]
 
 
-def engine_of(gpu: str) -> str:
-    """Return whose engine the coefficients of a replica describe, by `Hardware.gpu`."""
+def describe_engine(gpu: str) -> str:
+    """Return a sentence for reports that says on which engine a replica's times were measured.
+
+    `gpu` is `Hardware.gpu`: a GPU type, or the name of measured CPU workers.
+    """
     constants = load_constants()
     if gpu in constants.gpus:
         return str(constants.provenance["engine"])
     return f"times are those of the workers that were measured ({gpu})"
+
+
+def describe_bounds(hardware: Iterable[Hardware]) -> list[str]:
+    """Return a sentence for each kind of replica with fitted values that sit on their limits."""
+    sentences = {
+        f"the fit of {replica.gpu} has values on their limits, so trust them less: "
+        + ", ".join(replica.at_bounds)
+        for replica in hardware
+        if replica.at_bounds
+    }
+    return sorted(sentences)
 
 
 def derive_coefficients(
@@ -212,7 +234,7 @@ class Hardware:
     tp: int  #: GPUs that share the model by tensor parallelism
     cost: Coefficients
     kv_tokens: int  #: that fit beside the weights
-    gpus: int  #: by which rates per GPU are counted: GPUs, or cores of a CPU worker
+    gpus: int  #: what rates per GPU are divided by: GPUs, or cores of a CPU worker
     chunk_tokens: int = 2048  #: limit of the prompt tokens of one step
     max_running: int = 512  #: limit of the sequences that decode at a time
     threads: int = 0  #: of a CPU worker; 0: the replica has GPUs
@@ -222,6 +244,9 @@ class Hardware:
     planned_share: float = 1.0
     #: True: the worker's card tells the router `cost`; False: the router has to learn it.
     cost_on_card: bool = True
+    #: Fitted values that sit on a limit of their fit, as in `prompt_s 0.01`: a value beyond the
+    #: limit would fit better, or the measurements cannot separate this value from another one.
+    at_bounds: tuple[str, ...] = ()
 
     @staticmethod
     def of(model: str, gpu: str, tp: int) -> Hardware:
@@ -243,4 +268,5 @@ class Hardware:
             cost=derive_coefficients(shape, gpu_type, tp, load_constants().overheads),
             kv_tokens=int(kv_bytes / shape.kv_bytes_per_token),
             gpus=tp,
+            at_bounds=tuple(load_constants().provenance.get("at_bounds", ())),
         )

@@ -9,20 +9,24 @@ requests miss their targets.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from ..protos.frames import Coefficients
+from ..protos.targets import TargetError, TtftTarget, parse_time
 from ..router.goodput import GAPS_FOR_P99
 from .errors import SimulationError
-from .hardware import Hardware
 from .trace import WorkloadRequest
 
 ROUNDING_FACTOR = 1.0 + 1e-9  #: a time of up to its target times this keeps the target
-PERCENTILES = (50, 90, 99)  #: of a summary's times; they are named `p50` and so on
+PERCENTILES = (50, 90, 95, 99)  #: of a summary's times; they are named `p50` and so on
+DEFAULT_TTFT = TtftTarget.flat(2.0)  #: of runs whose targets nobody asks for
+OFFERED_RANKS = (95, 99)  #: of a time over all requests that were offered
 
 
 class MeasuredRequest(Protocol):
@@ -39,22 +43,27 @@ class MeasuredRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The targets of all requests of a run: `ttft=max(1s,3x),itl=50ms`.
+    """The targets of all requests of a run: `ttft=max(1s, 3x),itl=50ms`.
 
-    The TTFT target is the largest of a time and a multiple of the request's isolated prefill, with
-    nothing cached, on the reference replica.
+    The TTFT target is an expression of `protos/targets.py`.
     """
 
-    ttft_s: float = 1.0  #: target from arrival to first token, at least
-    ttft_multiple: float = 3.0  #: times the isolated prefill; 0: it is not used
+    ttft: TtftTarget = DEFAULT_TTFT  #: from arrival to first token
     itl_s: float = 0.05  #: target between two tokens (inter-token latency)
-    reference_hardware: Hardware | None = None  #: None: the multiple is not used
+    #: Of each kind of replica; the fastest one says how long an isolated prefill takes. Without
+    #: any, the TTFT target can be no multiple of that.
+    costs: tuple[Coefficients, ...] = ()
 
     @staticmethod
-    def parse(text: str, reference: Hardware | None = None) -> Slo:
-        """Return the targets of a text like `ttft=max(1s,3x),itl=50ms`, or `ttft=2s,itl=50ms`.
+    def flat(ttft_s: float, itl_s: float) -> Slo:
+        """Return targets that are the same times for every request, in seconds."""
+        return Slo(TtftTarget.flat(ttft_s), itl_s)
 
-        `reference` is the replica whose isolated prefill counts. Raises SimulationError.
+    @staticmethod
+    def parse(text: str, costs: tuple[Coefficients, ...] = ()) -> Slo:
+        """Return the targets of a text like `ttft=max(1s, 3x),itl=50ms`, or `ttft=2s,itl=50ms`.
+
+        `costs` are those of the fleet's kinds of replicas. Raises SimulationError.
         """
         values: dict[str, str] = {}
         for part in re.split(r",(?![^(]*\))", text.replace(" ", "")):
@@ -62,26 +71,31 @@ class Slo:
             values[name] = value
         if set(values) != {"ttft", "itl"}:
             raise SimulationError(f"slo {text}: expected ttft=...,itl=..., as in ttft=2s,itl=50ms")
+        try:
+            return Slo(TtftTarget.parse(values["ttft"]), parse_time(values["itl"]), costs)
+        except TargetError as error:
+            raise SimulationError(f"slo {text}: {error}") from None
 
-        terms = [values["ttft"]]
-        maximum = re.fullmatch(r"max\((.*)\)", values["ttft"])
-        if maximum:
-            terms = maximum[1].split(",")
-        times_s = [_parse_seconds(term, text) for term in terms if not term.endswith("x")]
-        multiples = [_parse_multiple(term, text) for term in terms if term.endswith("x")]
-        return Slo(
-            ttft_s=max(times_s, default=0.0),
-            ttft_multiple=max(multiples, default=0.0),
-            itl_s=_parse_seconds(values["itl"], text),
-            reference_hardware=reference,
-        )
+    @property
+    def ttft_s(self) -> float:
+        """The fixed part of the TTFT target: no request has less than this."""
+        return self.ttft.least_s
+
+    def isolated_s(self, prompt_tokens: int) -> float:
+        """Return the seconds of a whole prompt alone on the fastest kind of replica.
+
+        Raises SimulationError if no replica's cost is known.
+        """
+        if not self.costs:
+            raise SimulationError(
+                f"ttft {self.ttft}: multiples of the isolated prefill need its cost; give times"
+            )
+        return min([cost.prefill_s(prompt_tokens, prompt_tokens) for cost in self.costs])
 
     def ttft_target_s(self, prompt_tokens: int) -> float:
         """Return the TTFT target, in seconds, of a prompt of so many tokens."""
-        if not self.ttft_multiple or self.reference_hardware is None:
-            return self.ttft_s
-        isolated_s = self.reference_hardware.cost.prefill_s(prompt_tokens, prompt_tokens)
-        return max(self.ttft_s, self.ttft_multiple * isolated_s)
+        isolated_s = self.isolated_s(prompt_tokens) if self.ttft.needs_isolated else 0.0
+        return self.ttft.seconds(prompt_tokens, isolated_s)
 
     def is_met(self, measured: MeasuredRequest) -> bool:
         """Return whether a request that has ended met its targets."""
@@ -99,26 +113,44 @@ class Slo:
         return gaps < GAPS_FOR_P99 or measured.late_gaps <= gaps // 100
 
     def __str__(self) -> str:
-        ttft = f"{self.ttft_s:g}s"
-        if self.ttft_multiple:
-            ttft = f"max({ttft},{self.ttft_multiple:g}x)"
-        return f"ttft={ttft},itl={self.itl_s * 1e3:g}ms"
+        return f"ttft={self.ttft},itl={self.itl_s * 1e3:g}ms"
 
 
-def _parse_seconds(text: str, slo_text: str) -> float:
-    """Return the seconds of `50ms` or `2s`. Raises SimulationError, which names the whole Slo."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s)", text)
-    if not match:
-        raise SimulationError(f"slo {slo_text}: {text} is no time like 50ms or 2s")
-    return float(match[1]) * (1e-3 if match[2] == "ms" else 1.0)
+def isolated_cost(text: str) -> Coefficients:
+    """Return the cost of prompts that take so long alone: `20ms + 150ms/1k`, as measured.
+
+    The text is a target without multiples (`protos/targets.py`). Raises SimulationError.
+    """
+    try:
+        target = TtftTarget.parse(text)
+    except TargetError as error:
+        raise SimulationError(f"isolated {error}") from None
+    if len(target.sums) > 1 or target.needs_isolated:
+        raise SimulationError(f"isolated {text}: expected a time like 20ms + 150ms/1k")
+    (line,) = target.sums
+    return Coefficients(
+        prefill_base=line.fixed_s,
+        prefill_token=line.per_1k_s / 1000,
+        prefill_pair=0.0,
+        step_base=0.0,
+        step_row=0.0,
+        step_weights=0.0,
+        step_token=0.0,
+    )
 
 
-def _parse_multiple(text: str, slo_text: str) -> float:
-    """Return the number of `3x`. Raises SimulationError, which names the whole Slo."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)x", text)
-    if not match:
-        raise SimulationError(f"slo {slo_text}: {text} is no multiple like 3x")
-    return float(match[1])
+def offered_percentiles(served_s: Sequence[float], offered: int) -> dict[str, float | None]:
+    """Return the percentiles `OFFERED_RANKS` of a time over all requests that were offered.
+
+    What was refused, or failed, never got there: it stands behind all that were served. A
+    percentile that falls on such a request is None. Ranks are nearest ranks.
+    """
+    ordered_s = sorted(served_s)
+    figures: dict[str, float | None] = {}
+    for rank in OFFERED_RANKS:
+        place = max(0, ceil(offered * rank / 100) - 1)
+        figures[f"p{rank}"] = ordered_s[place] if place < len(ordered_s) else None
+    return figures if offered else {}
 
 
 class SimulatedOutcome(msgspec.Struct, frozen=True, gc=False):
@@ -145,8 +177,8 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, gc=False):
 class RunSummary:
     """What the outcomes of one load amount to. The fields are keys of `diptych simulate -o json`.
 
-    The dictionaries of percentiles (`p50`, `p90`, `p99`) are in seconds over served requests, and
-    empty where there are none.
+    The dictionaries of percentiles (`p50`, `p90`, `p95`, `p99`) are in seconds over served
+    requests, and empty where there are none.
     """
 
     requests: int
@@ -163,6 +195,9 @@ class RunSummary:
     tenants: dict[str, float] = field(default_factory=dict)  #: attainment by tenant
     #: Median of |predicted - observed| / observed TTFT, over served requests with a prediction.
     ttft_error: float = 0.0
+    #: `p95` and `p99` of the time to the first token over all requests, the refused ones included:
+    #: None where the percentile falls on one of these.
+    ttft_offered: dict[str, float | None] = field(default_factory=dict)
 
 
 def summarize(outcomes: list[SimulatedOutcome]) -> RunSummary:
@@ -188,6 +223,7 @@ def summarize(outcomes: list[SimulatedOutcome]) -> RunSummary:
         deciles=[_share(tenth) for tenth in tenths],
         tenants=_attainment_by_tenant(outcomes),
         ttft_error=_median_ttft_error(served),
+        ttft_offered=offered_percentiles([outcome.ttft_s for outcome in served], len(outcomes)),
     )
 
 

@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from ..protos.targets import format_time
 from .bound import RequestClasses, classify_requests, mean_request_seconds
 from .errors import SimulationError
 from .fleet import Fleet, Split
-from .hardware import Hardware, engine_of
+from .hardware import Hardware, describe_bounds, describe_engine
 from .intervals import Interval, ratio_interval
 from .metrics import Slo
 from .planned_layout import (
@@ -81,10 +82,13 @@ def plan_layouts(
         curve = target_curve(study, contenders)
     return {
         "trace": demand.trace.name,
-        "slo": demand.slo,
+        "slo": str(Slo.parse(demand.slo)),
         "share": demand.share,
         "rate": demand.rate,
-        "engines": sorted({engine_of(option.fleet.reference.gpu) for option in options}),
+        "engines": sorted({describe_engine(option.fleet.reference.gpu) for option in options}),
+        "fit_warnings": describe_bounds(
+            hardware for option in options for hardware, _ in option.fleet.pools
+        ),
         "layouts": [_layout_entry(layout) for layout in layouts],
         "best": _layout_entry(best),
         "verdict": describe_verdict(contest, comparison, demand),
@@ -206,7 +210,7 @@ class Contest(NamedTuple):
     mixed: FleetLayout
 
 
-class Comparison(NamedTuple):
+class LayoutComparison(NamedTuple):
     """How many times as many requests a separated layout serves in time, at the same rate."""
 
     rate: float  #: requests/s that both layouts were offered
@@ -258,7 +262,7 @@ def _find_contest(
     )
 
 
-def _compare(contest: Contest, study: ReachStudy) -> Comparison:
+def _compare(contest: Contest, study: ReachStudy) -> LayoutComparison:
     """Return how both layouts serve the same requests.
 
     With a rate in the demand, both were simulated at it already. Without, they are simulated at the
@@ -275,17 +279,17 @@ def _compare(contest: Contest, study: ReachStudy) -> Comparison:
     return compare_layouts(Contest(separated, mixed))
 
 
-def compare_layouts(contest: Contest) -> Comparison:
+def compare_layouts(contest: Contest) -> LayoutComparison:
     """Return the ratio of the requests in time; both layouts served the same ones."""
     separated, mixed = contest
     ratio = 1.0
     if separated.attainment or mixed.attainment:
         ratio = separated.attainment / mixed.attainment if mixed.attainment else inf
-    return Comparison(separated.rate, ratio, ratio_interval(separated.met, mixed.met))
+    return LayoutComparison(separated.rate, ratio, ratio_interval(separated.met, mixed.met))
 
 
 def describe_verdict(
-    contest: Contest | None, comparison: Comparison | None, demand: PlanDemand
+    contest: Contest | None, comparison: LayoutComparison | None, demand: PlanDemand
 ) -> str:
     """Return a sentence that says whether disaggregation pays, and by how much.
 
@@ -344,6 +348,9 @@ def _layout_entry(layout: FleetLayout) -> dict[str, Any]:
         "rate_per_gpu": round(layout.rate / layout.gpus, 4),
         "attainment": round(layout.attainment, 4),
         "interval": [round(bound, 4) for bound in layout.interval],
+        "requests": layout.requests,
+        "refused": layout.refused,
+        "ttft_offered": layout.ttft_offered,
     }
 
 
@@ -366,7 +373,7 @@ def cluster_settings(
             "decode": {"replicas": decode_replicas, **_replica_settings(hardware)},
         },
         "router": {"disaggregate": "never" if layout.mixed else "auto"},
-        "slo": {"ttft_ms": slo.ttft_s * 1e3, "itl_ms": slo.itl_s * 1e3},
+        "slo": {"ttft": str(slo.ttft), "itl_ms": slo.itl_s * 1e3},
     }
 
 
@@ -397,6 +404,7 @@ def format_plan(document: dict[str, Any]) -> str:
     lines = [
         f"trace {document['trace']}; {document['slo']}; {document['share']:.0%} in time",
         *document["engines"],
+        *document["fit_warnings"],
         f"{'FLEET'.ljust(width)}  {'SPLIT':>9}  REQUESTS/S  PER GPU  IN TIME           95 %",
     ]
     for entry in entries:
@@ -406,10 +414,23 @@ def format_plan(document: dict[str, Any]) -> str:
             f"  {_percent_range(entry['interval']):>13}"
         )
     lines.append(f"best: {best['split']} of {best['fleet']}")
+    lines.append(_offered_line(document["reach"]))
     lines.append(document["verdict"])
     lines.append(document["reach"]["sentence"])
     lines += _curve_lines(document)
     return "\n".join(lines)
+
+
+def _offered_line(reach: dict[str, Any]) -> str:
+    """Return the TTFT over all offered requests, the refused ones behind all others."""
+    figures = [
+        f"{rank} {'refused' if seconds is None else format_time(round(seconds, 3))}"
+        for rank, seconds in reach["ttft_offered"].items()
+    ]
+    return (
+        f"{reach['best']} at {reach['rate']:.3g} requests/s: TTFT of all offered requests "
+        f"{', '.join(figures)}; {reach['refused']} of {reach['requests']} refused"
+    )
 
 
 def _percent_range(interval: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""A layout that `plan.py` considers, and what it serves: simulated, with its interval."""
+"""A layout that `plan.py` considers, and what it serves in simulation, with an interval."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from .case import Case, simulate_case
 from .fleet import Fleet, Split
 from .intervals import Interval, MetByRun, share_interval
-from .metrics import Slo
+from .metrics import Slo, offered_percentiles
 from .search import Search
 from .trace import Trace
 
-SEARCH_TOLERANCE = 0.03  #: relative, of the rates found
+SEARCH_TOLERANCE = 0.03  #: relative error of a rate that is searched for
 
 #: One split for each pool of a fleet.
 Splits = tuple[Split, ...]
@@ -53,16 +53,16 @@ class FleetOption:
     def slo(self, demand: PlanDemand) -> Slo:
         """Return the demand's targets for this fleet.
 
-        A TTFT target such as `3x` is a multiple of a prompt's prefill on the fleet's first kind of
-        replica.
+        A TTFT target such as `3x` is a multiple of a prompt's prefill on the fleet's fastest kind
+        of replica.
         """
-        return Slo.parse(demand.slo, self.fleet.reference)
+        return Slo.parse(demand.slo, self.fleet.costs)
 
     def paced_by_targets(self) -> FleetOption:
         """Return the option with engines whose steps follow the ITL target.
 
-        Measured engines were paced for the targets that they had. With other targets they would be
-        configured for these. Without a budget (None) the simulation derives one from the target;
+        Measured engines were paced for the targets that they had. For other targets they would be
+        configured anew. Without a budget (None) the simulation derives one from the target;
         engines that were measured without any limit (inf) keep none.
         """
         pools = tuple(
@@ -89,10 +89,19 @@ class FleetLayout:
     gpus: int  #: of the whole fleet; of CPU workers, their cores
     splits: Splits
     rate: float  #: requests/s of the whole fleet
-    attainment: float  #: share of the requests within their targets at this rate
+    #: Share of the requests within their targets at this rate. Where the rate was searched for, it
+    #: is the share that the demand wants, not a measured one.
+    attainment: float
     #: For each run at this rate, whether each request was within its targets; the runs of a fleet's
     #: layouts have the same requests. It is empty where the rate was searched for.
     met: MetByRun = field(default=(), repr=False)
+    #: Requests of all runs at this rate. It is 0 where the rate was searched for, and where the
+    #: runs had no request.
+    requests: int = 0
+    refused: int = 0  #: how many of these requests were refused
+    #: `p95` and `p99` of the time to the first token over all these requests, as
+    #: `metrics.offered_percentiles` gives them.
+    ttft_offered: dict[str, float | None] = field(default_factory=dict)
 
     @property
     def mixed(self) -> bool:
@@ -120,7 +129,7 @@ class LayoutTask(NamedTuple):
     demand: PlanDemand
 
     def case(self) -> Case:
-        """Return the case of the layout: the trace on its fleet under our own policy."""
+        """Return the case of the layout: the trace on its fleet, by Diptych's own policy."""
         return Case(
             self.demand.trace,
             self.option.fleet,
@@ -165,9 +174,12 @@ def simulate_at(task: LayoutTask, rate: float) -> FleetLayout:
     case = task.case()
     fleet = task.option.fleet
     met: list[list[bool]] = []
+    served_ttfts_s: list[float] = []
     for seed in range(task.demand.runs(rate)):
         run = simulate_case(case, task.splits, rate=rate / fleet.gpus, seed=seed)
-        met.append([outcome.targets_met for outcome in run.outcomes or ()])
+        outcomes = run.outcomes or []
+        met.append([outcome.targets_met for outcome in outcomes])
+        served_ttfts_s += [outcome.ttft_s for outcome in outcomes if not outcome.refusal_reason]
     requests = sum(map(len, met))
     return FleetLayout(
         fleet_name=task.option.name,
@@ -176,4 +188,7 @@ def simulate_at(task: LayoutTask, rate: float) -> FleetLayout:
         rate=rate,
         attainment=sum(map(sum, met)) / requests if requests else 1.0,
         met=met,
+        requests=requests,
+        refused=requests - len(served_ttfts_s),
+        ttft_offered=offered_percentiles(served_ttfts_s, requests),
     )

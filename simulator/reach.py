@@ -60,8 +60,7 @@ def scaled(slo: Slo, target: Target, factor: float) -> Slo:
     itl_factor = 1.0 if target == Target.TTFT else factor
     return replace(
         slo,
-        ttft_s=slo.ttft_s * ttft_factor,
-        ttft_multiple=slo.ttft_multiple * ttft_factor,
+        ttft=slo.ttft if ttft_factor == 1.0 else slo.ttft.scaled(ttft_factor),
         itl_s=slo.itl_s * itl_factor,
     )
 
@@ -103,15 +102,18 @@ def find_reach(study: ReachStudy, layouts: Sequence[FleetLayout]) -> dict[str, A
     The result is the part `reach` of a plan's document. Shares are from 0 to 1, `interval` is that
     of the attainment, and `reachable` is None if the targets are in reach or nothing else is.
     """
-    asked = study.best(layouts, Target.BOTH, 1.0)
-    slo = study.option_of[asked.fleet_name].slo(study.demand)
+    best_layout = study.best(layouts, Target.BOTH, 1.0)
+    slo = study.option_of[best_layout.fleet_name].slo(study.demand)
     document: dict[str, Any] = {
         "rate": round(study.rate, 4),
         "share": study.share,
-        "within_reach": asked.attainment >= study.share,
-        "best": split_text(asked.splits),
-        "attainment": round(asked.attainment, 4),
-        "interval": [round(bound, 4) for bound in asked.interval],
+        "within_reach": best_layout.attainment >= study.share,
+        "best": split_text(best_layout.splits),
+        "attainment": round(best_layout.attainment, 4),
+        "interval": [round(bound, 4) for bound in best_layout.interval],
+        "requests": best_layout.requests,
+        "refused": best_layout.refused,
+        "ttft_offered": best_layout.ttft_offered,
         "reachable": None,
     }
     reached = None
@@ -121,13 +123,14 @@ def find_reach(study: ReachStudy, layouts: Sequence[FleetLayout]) -> dict[str, A
             document["reachable"] = {
                 "target": reached.target.value,
                 "slo": str(reached.slo),
+                "ttft": str(reached.slo.ttft),
                 "ttft_s": round(reached.slo.ttft_s, 4),
                 "itl_ms": round(reached.slo.itl_s * 1e3, 1),
                 "fleet": reached.layout.fleet_name,
                 "split": split_text(reached.layout.splits),
                 "attainment": round(reached.layout.attainment, 4),
             }
-    document["sentence"] = describe_reach(study, slo, asked, reached)
+    document["sentence"] = describe_reach(study, slo, best_layout, reached)
     return document
 
 
@@ -173,16 +176,16 @@ def _tighten(
 
 
 def describe_reach(
-    study: ReachStudy, slo: Slo, asked: FleetLayout, reached: ReachedTarget | None
+    study: ReachStudy, slo: Slo, best_layout: FleetLayout, reached: ReachedTarget | None
 ) -> str:
     """Return a sentence or two: whether the targets are within reach, and what is instead.
 
-    `slo` is what was asked for, `asked` is what the best layout serves of it.
+    `slo` holds the demand's targets; `best_layout` is the layout that meets them most often.
     """
     rate = f"{study.rate:.3g} requests/s"
-    served = f"{asked.attainment:.0%} of the requests"
-    split = split_text(asked.splits)
-    if asked.attainment >= study.share:
+    served = f"{best_layout.attainment:.0%} of the requests"
+    split = split_text(best_layout.splits)
+    if best_layout.attainment >= study.share:
         return f"{slo} is within reach at {rate}: {split} serves {served} in time."
     if reached is None:
         return (
@@ -192,17 +195,17 @@ def describe_reach(
         )
     what = {
         Target.ITL: f"A gap p99 of {_milliseconds(slo.itl_s)}",
-        Target.TTFT: f"A TTFT of {_ttft_text(slo)}",
+        Target.TTFT: f"A TTFT of {slo.ttft}",
         Target.BOTH: str(slo),
     }[reached.target]
     instead = {
         Target.ITL: _milliseconds(reached.slo.itl_s),
-        Target.TTFT: _ttft_text(reached.slo),
-        Target.BOTH: f"A TTFT of {_ttft_text(reached.slo)} with a gap p99 of "
+        Target.TTFT: str(reached.slo.ttft),
+        Target.BOTH: f"A TTFT of {reached.slo.ttft!s} with a gap p99 of "
         f"{_milliseconds(reached.slo.itl_s)}",
     }[reached.target]
     kept = {
-        Target.ITL: f", with a TTFT of {_ttft_text(slo)}",
+        Target.ITL: f", with a TTFT of {slo.ttft}",
         Target.TTFT: f", with a gap p99 of {_milliseconds(slo.itl_s)}",
         Target.BOTH: "",
     }[reached.target]
@@ -215,12 +218,6 @@ def describe_reach(
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
-
-
-def _ttft_text(slo: Slo) -> str:
-    if not slo.ttft_multiple:
-        return f"{slo.ttft_s:.3g} s"
-    return f"{slo.ttft_s:.3g} s, or {slo.ttft_multiple:.3g} times the prefill alone"
 
 
 def target_curve(study: ReachStudy, layouts: Sequence[FleetLayout]) -> list[dict[str, Any]]:

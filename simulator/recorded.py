@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -26,16 +26,20 @@ import msgspec
 from ..protos.frames import (
     AttemptOutcome,
     Coefficients,
+    PlaceAttempt,
     RequestOutcome,
     WorkerCard,
     WorkerReport,
 )
+from ..protos.targets import TtftTarget
+from ..router import RouterConfig
 from ..router.goodput import judge
 from ..router.replay import LogError
 from .calibration import Calibration, MeasuredWorker, RecordedRequest, RecordedRun
 from .errors import SimulationError
 from .fleet import Split
 from .least_squares import FittedLine, fit_factors, fit_line
+from .metrics import Slo
 from .router_log import LoggedRequest, RouterLog
 from .trace import HASH_TOKENS
 
@@ -91,8 +95,9 @@ def calibrate_from_log(lines: Iterable[bytes], cores: int) -> Calibration:
 
     card = next(iter(log.cards.values()))
     threads = _thread_count(card)
+    cost = fit_coefficients(log)
     worker = MeasuredWorker(
-        cost=fit_coefficients(log),
+        cost=cost,
         kv_tokens=card.blocks * card.block_tokens,
         threads=threads,
         chunk_tokens=card.chunk_tokens,
@@ -100,9 +105,10 @@ def calibrate_from_log(lines: Iterable[bytes], cores: int) -> Calibration:
         itl_budget_ms=card.step_ms or None,
         planned_share=_planned_share(log, card.step_ms),
         cost_on_card=card.cost is not None,
+        at_bounds=_at_bounds(cost),
     )
     return Calibration(
-        model="recorded", workers=[worker], cores=cores, run=_recorded_run(log, threads)
+        model="recorded", workers=[worker], cores=cores, run=_recorded_run(log, threads, cost)
     )
 
 
@@ -165,6 +171,18 @@ def fit_coefficients(log: RouterLog) -> Coefficients:
         transfer_token=transfer.line.slope,
         exposed_share=transfer.exposed_share,
     )
+
+
+def _at_bounds(cost: Coefficients) -> tuple[str, ...]:
+    """Return the fitted coefficients that are 0, which is the limit of their fits.
+
+    `prefill_pair` and `step_weights` are not fitted. Where no transfer was fitted, none is named.
+    """
+    values = msgspec.structs.asdict(cost)
+    names = ["prefill_base", "prefill_token", "step_base", "step_row", "step_token"]
+    if cost.transfer_base or cost.transfer_token:
+        names += ["transfer_base", "transfer_token"]
+    return tuple(f"{name} 0" for name in names if values[name] == 0)
 
 
 def _fit_prefill(log: RouterLog) -> FittedLine:
@@ -253,10 +271,14 @@ def _fit_step(log: RouterLog) -> StepFit:
 
 
 def _decodes_steadily(previous_report: WorkerReport, report: WorkerReport) -> bool:
-    """Whether the worker made steps between the reports, with about as many sequences at both."""
-    few = min(previous_report.running, report.running)
+    """Return whether the worker made steps between the reports, at an even number of sequences."""
+    fewer_running = min(previous_report.running, report.running)
     difference = abs(previous_report.running - report.running)
-    return report.steps > 0 and few > 0 and difference <= max(1, few * STEADY_CHANGE)
+    return (
+        report.steps > 0
+        and fewer_running > 0
+        and difference <= max(1, fewer_running * STEADY_CHANGE)
+    )
 
 
 def _fit_transfer(log: RouterLog) -> TransferFit:
@@ -277,22 +299,36 @@ def _fit_transfer(log: RouterLog) -> TransferFit:
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def _recorded_run(log: RouterLog, threads: int) -> RecordedRun:
+def _recorded_run(log: RouterLog, threads: int, cost: Coefficients) -> RecordedRun:
     config = log.head.config
     requests = sorted(log.requests.values(), key=lambda request: request.arrived_at)
-    # A run has one pair of targets: the first that a request names, else the configured ones.
-    ttft_targets = (request.place.ttft_s for request in requests if request.place.ttft_s)
-    itl_targets = (request.place.itl_s for request in requests if request.place.itl_s)
-    ttft_s = next(ttft_targets, config.ttft_s)
-    itl_s = next(itl_targets, config.itl_s)
+    slo = _slo(config, [request.place for request in requests], cost)
     block_names: dict[bytes, int] = {}
     return RecordedRun(
         split=str(_split(log)),
-        slo=f"ttft={ttft_s * 1e3:g}ms,itl={itl_s * 1e3:g}ms",
-        requests=[_recorded_request(request, ttft_s, itl_s, block_names) for request in requests],
+        slo=str(slo),
+        requests=[_recorded_request(request, slo, block_names) for request in requests],
         threads=threads,
         router=config,
     )
+
+
+def _slo(config: RouterConfig, places: Sequence[PlaceAttempt], cost: Coefficients) -> Slo:
+    """Return the targets of a run.
+
+    A run has one pair of them: the first that a request names, else the configured ones. Isolated
+    prefills are as long as the workers' fitted cost says, in the simulation too.
+    """
+    ttft = config.ttft_target
+    for place in places:
+        if place.ttft:
+            ttft = TtftTarget.parse(place.ttft)
+            break
+        if place.ttft_s:
+            ttft = TtftTarget.flat(place.ttft_s)
+            break
+    itl_targets = (place.itl_s for place in places if place.itl_s)
+    return Slo(ttft, next(itl_targets, config.itl_s), (cost,))
 
 
 def _split(log: RouterLog) -> Split:
@@ -307,10 +343,7 @@ def _split(log: RouterLog) -> Split:
 
 
 def _recorded_request(
-    request: LoggedRequest,
-    ttft_target_s: float,
-    itl_target_s: float,
-    block_names: dict[bytes, int],
+    request: LoggedRequest, slo: Slo, block_names: dict[bytes, int]
 ) -> RecordedRequest:
     """Return one request of the run, judged by these targets.
 
@@ -333,13 +366,14 @@ def _recorded_request(
         itl_mean_s=mean_gap_s,
         itl_p99_s=(outcome.itl_p99_ms or 0.0) / 1e3,
     )
+    ttft_target_s = slo.ttft_target_s(place.prompt_tokens)
     return RecordedRequest(
         arrived_at=request.arrived_at,
         prompt_tokens=place.prompt_tokens,
         output_tokens=max(1, output_tokens),
         ttft_s=ttft_s,
         tpot_s=mean_gap_s,
-        met=request.served and judge(judged, ttft_target_s, itl_target_s) == "both",
+        met=request.served and judge(judged, ttft_target_s, slo.itl_s) == "both",
         blocks=_number_blocks(place.hashes[: place.prompt_tokens // HASH_TOKENS], block_names),
         max_tokens=place.max_tokens,
     )

@@ -36,7 +36,7 @@ class RepeatedSteps:
     booked: int = 0  #: leading steps whose tokens are booked
 
     def end_of(self, steps: int) -> float:
-        """When so many of the steps are over."""
+        """Return when so many of the steps are over."""
         return self.begins_at + steps * self.first_s + self.growth_s * steps * (steps - 1) / 2
 
     @property
@@ -45,11 +45,11 @@ class RepeatedSteps:
         return self.end_of(self.count)
 
     def seconds_of(self, first: int, last: int) -> float:
-        """How long the steps from number `first` up to number `last` take, counted from 0."""
+        """Return the seconds of the steps from number `first` up to `last`, counted from 0."""
         return self.end_of(last) - self.end_of(first)
 
     def completed_by(self, now: float) -> int:
-        """How many of the steps are over at `now`."""
+        """Return how many of the steps are over at `now`."""
         if now >= self.ends_at - SAME_MOMENT_S:
             return self.count
         span = now - self.begins_at
@@ -73,7 +73,7 @@ class RepeatedSteps:
         self.count = min(self.count, completed + 1 if under_way else completed)
 
     def longer_than(self, seconds: float, first: int, last: int) -> int:
-        """How many of the steps from number `first` up to `last` (excluded) take longer.
+        """Return how many of the steps from number `first` up to `last` (excluded) take longer.
 
         Steps are counted from 0, and each takes as long as the one before, or longer.
         """
@@ -86,7 +86,7 @@ class RepeatedSteps:
 
 
 def repetitions(scheduler: Scheduler, plan: StepPlan, shortest_answer: int) -> int:
-    """How many times the plan can be carried out before the scheduler would plan something else.
+    """Return how many times the plan can be carried out before the scheduler makes another.
 
     `shortest_answer`: tokens until the first of the sequences that decode ends; at least 1. Blocks
     for the tokens to come are reserved, as for an engine that decodes ahead of its plan.
@@ -103,7 +103,7 @@ def repetitions(scheduler: Scheduler, plan: StepPlan, shortest_answer: int) -> i
 
 
 def _reserved_ahead(scheduler: Scheduler, plan: StepPlan, steps: int) -> int:
-    """How many steps every sequence of the plan has blocks for, `steps` at most."""
+    """Return how many steps every sequence of the plan has blocks for, `steps` at most."""
     block_tokens = scheduler.limits.block_tokens
     for sequence in plan.decode:
         # False: the pool has too few free blocks, so those that the sequence has must do.

@@ -30,7 +30,10 @@ COLUMNS = (
     "RATE",
     "REFUSED",
     "TTFT P50",
+    "TTFT P95",
     "TTFT P99",
+    "OFFERED P95",
+    "OFFERED P99",
     "TPOT P99",
     "GAP1 P99",
     "HIT",
@@ -38,6 +41,7 @@ COLUMNS = (
 )
 TENANTS_SHOWN = 8  #: in the text, which says "lowest eight"
 NO_FIGURE = "-"  #: of what was not measured, or not searched
+REFUSED_FIGURE = "refused"  #: of a percentile that falls on a request without an answer
 Latency = Literal["ttft", "tpot", "first_gap"]  #: keys of `RunFigures` with percentiles
 
 
@@ -45,7 +49,8 @@ def study_text(study: StudyDocument) -> str:
     """Return a table with a row for each policy, and what else the study found.
 
     Rates are per second and GPU, times in ms. OF BOUND is G90 by the simulated bound; MET, and
-    all to the right of RATE, are figures of a run at that rate.
+    all to the right of RATE, are figures of a run at that rate. TTFT, TPOT and GAP1 are of the
+    served requests; OFFERED is the TTFT over all requests, with refused ones behind all others.
     """
     bounds = [
         f"{name.replace('_', ' G')} {value:.3f}" for name, value in study["bound_per_gpu"].items()
@@ -54,6 +59,7 @@ def study_text(study: StudyDocument) -> str:
         f"trace {study['trace']}, {study['requests']} requests; {study['model']} on "
         f"{study['fleet']}; {study['slo']}; {study['seeds']} seeds, {study['dispatch']}",
         study["engine"],
+        *study["fit_warnings"],
         f"bound, requests/s/GPU: {'  '.join(bounds)}",
     ]
     rows = [list(COLUMNS), *(_row(entry) for entry in study["policies"])]
@@ -139,7 +145,10 @@ def _row(entry: PolicyEntry) -> list[str]:
         rate,
         str(figures["refused"]),
         _milliseconds(figures, "ttft", "p50"),
+        _milliseconds(figures, "ttft", "p95"),
         _milliseconds(figures, "ttft", "p99"),
+        _offered_milliseconds(figures, "p95"),
+        _offered_milliseconds(figures, "p99"),
         _milliseconds(figures, "tpot", "p99"),
         _milliseconds(figures, "first_gap", "p99"),
         _percent(figures["prefix_hit"]),
@@ -158,6 +167,12 @@ def _percent(value: float | None) -> str:
 def _milliseconds(figures: RunFigures, latency: Latency, rank: str) -> str:
     seconds = figures[latency].get(rank)
     return NO_FIGURE if seconds is None else f"{seconds * 1e3:.0f}"
+
+
+def _offered_milliseconds(figures: RunFigures, rank: str) -> str:
+    """Return a percentile over all offered requests; it may fall on one that was refused."""
+    seconds = figures["ttft_offered"].get(rank)
+    return REFUSED_FIGURE if seconds is None else f"{seconds * 1e3:.0f}"
 
 
 # ---- html ----------------------------------------------------------------------------------------
@@ -189,7 +204,8 @@ def study_page(study: StudyDocument) -> str:
         f"<style>{STYLE}</style><h1>{title}</h1>"
         f"<p>{study['requests']} requests, {html.escape(study['slo'])}, {study['seeds']} seeds, "
         f"{study['dispatch']}; {html.escape(study['engine'])}. A request is met if its first token and its gaps keep the targets, "
-        "the gap between first and second token included; refusals are misses. G90 and G99: the "
+        "the gap between first and second token included; refusals are misses. OFFERED is the time to the first token over all requests, "
+        "with refused ones behind all others. G90 and G99: the "
         "largest offered rate per GPU at which 90 % and 99 % are met. The bound is a fluid linear "
         "program that no policy beats on the simulated hardware.</p>"
         f"{_plots(study)}<table><tr>{head}</tr>{body}</table></html>"

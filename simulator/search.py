@@ -314,14 +314,19 @@ def policy_entry(result: PolicyResult, bounds: dict[str, float]) -> PolicyEntry:
         entry["g90_per_gpu"] = g90.rate
         entry["g99_per_gpu"] = g99.rate
         entry["g99_split"] = split_text(g99.split)
-        entry["bound_share"] = g90.rate / bounds["simulated_90"]
-        entry["g99_bound_share"] = g99.rate / bounds["simulated_99"]
+        entry["bound_share"] = _share(g90.rate, bounds["simulated_90"])
+        entry["g99_bound_share"] = _share(g99.rate, bounds["simulated_99"])
         if "kernel_90" in bounds:
-            entry["kernel_bound_share"] = g90.rate / bounds["kernel_90"]
-            entry["g99_kernel_bound_share"] = g99.rate / bounds["kernel_99"]
+            entry["kernel_bound_share"] = _share(g90.rate, bounds["kernel_90"])
+            entry["g99_kernel_bound_share"] = _share(g99.rate, bounds["kernel_99"])
     if result.summary:
         entry["at_rate"] = msgspec.to_builtins(result.summary)
     return cast(PolicyEntry, _rounded(cast(Json, entry)))
+
+
+def _share(rate: float, bound: float) -> float:
+    """Return the share of a bound; 0 where the bound is 0, as nothing can be held then."""
+    return rate / bound if bound else 0.0
 
 
 def _rounded(value: Json) -> Json:

@@ -211,7 +211,14 @@ class Simulation:
     def _new_worker(
         self, name: str, role: str, hardware: Hardware, step_budget_s: float
     ) -> SimulatedWorker:
-        return SimulatedWorker(name, role, hardware, self.trace, step_budget_s, self.slo.itl_s)
+        return SimulatedWorker(
+            name,
+            role,
+            hardware,
+            self.trace,
+            step_budget_s=step_budget_s,
+            itl_target_s=self.slo.itl_s,
+        )
 
     # ---- the clock -------------------------------------------------------------------------------
 

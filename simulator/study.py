@@ -18,7 +18,7 @@ from .documents import OWN_POLICY, Agreement, FidelityFigures, PolicyEntry, Stud
 from .errors import SimulationError
 from .exact import ExactSimulation
 from .fleet import Faults, Fleet, Split
-from .hardware import engine_of
+from .hardware import describe_bounds, describe_engine
 from .metrics import Slo, summarize
 from .search import (
     G90,
@@ -64,6 +64,7 @@ class Study:
         False  #: run the first policy step by step too, and say how far apart they are
     )
     router_config: RouterConfig | None = None  #: of a recorded run; None: the cases make one
+    early_reject: bool = False  #: refuse late requests at once, where the policy knows them
 
     @property
     def offered_rate(self) -> float:
@@ -99,6 +100,7 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
             closed_loop=study.closed_loop,
             faults=study.faults,
             router_config=study.router_config,
+            early_reject=study.early_reject,
         )
         for variant in study.variants
         for policy in study.policies
@@ -110,7 +112,8 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
         "trace": study.trace.name,
         "requests": len(study.trace.requests),
         "model": study.model,
-        "engine": engine_of(study.fleet.reference.gpu),
+        "engine": describe_engine(study.fleet.reference.gpu),
+        "fit_warnings": describe_bounds(hardware for hardware, _ in study.fleet.pools),
         "fleet": study.fleet_name,
         "gpus": study.fleet.gpus,
         "replicas": study.fleet.replicas,
@@ -123,8 +126,10 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
         "requests_per_s_simulated": round(simulated / seconds),
         "seconds": round(seconds, 1),
     }
-    if study.agreement:
-        first_entry = document["policies"][0]
+    first_entry = document["policies"][0]
+    if study.agreement and not first_entry["rate_per_gpu"]:
+        report_progress("agreement: the first policy holds no rate, so there is none to compare at")
+    elif study.agreement:
         document["agreement"] = _compare_fidelities(study, cases[0], first_entry, report_progress)
     return document
 

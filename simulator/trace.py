@@ -276,10 +276,10 @@ class Trace:
         request = self.requests[number]
         prompt_count = request.prompt_tokens // self.block_tokens
         all_count = (request.prompt_tokens + request.output_tokens) // self.block_tokens
-        known = list(request.prompt_blocks[:prompt_count])
-        if len(known) == prompt_count:
-            known += request.answer_blocks
-        block_ids = [self._id_in_copy(block, copy) for block in known[:all_count]]
+        shown_blocks = list(request.prompt_blocks[:prompt_count])
+        if len(shown_blocks) == prompt_count:
+            shown_blocks += request.answer_blocks
+        block_ids = [self._id_in_copy(block, copy) for block in shown_blocks[:all_count]]
         own_id = OWN_ID_START + (copy * len(self.requests) + number) * OWN_ID_STEP
         block_ids += [own_id + index for index in range(len(block_ids), all_count)]
         return block_ids

@@ -146,8 +146,10 @@ class SimulatedWorker:
         self.reserved.append(attempt)
 
     def commit(self, attempt: SimulatedAttempt, has_first_token: bool) -> None:
-        """Lets an attempt decode, as its KV has arrived, with its first token if
-        `has_first_token`."""
+        """Lets an attempt decode, as its KV has arrived.
+
+        `has_first_token`: the attempt's first token was made elsewhere, and comes with the KV.
+        """
         sequence = self.scheduler.live[attempt.key, 0]
         if has_first_token:
             sequence.token_ids.append(MIDDLE_TOKEN)
@@ -160,7 +162,7 @@ class SimulatedWorker:
         self.joining.append(attempt)
 
     def answer_tokens(self, attempt: SimulatedAttempt) -> int:
-        """How many tokens of the answer the attempt's sequence has here; 0 if it has none here."""
+        """Returns how many tokens of the answer the attempt's sequence has here; 0 without one."""
         sequence = self.scheduler.live.get((attempt.key, 0))
         return sequence.generated_tokens if sequence is not None else 0
 
@@ -183,8 +185,10 @@ class SimulatedWorker:
     # ---- sequences ---------------------------------------------------------------------------
 
     def _make_sequence(self, attempt: SimulatedAttempt) -> Sequence:
-        """Returns the sequence as an engine would have it: the scheduler must not know how long
-        the answer is, only what the client allows."""
+        """Returns the sequence as an engine would have it.
+
+        The scheduler must not know how long the answer is, only what the client allows.
+        """
         request = attempt.request
         tokens = attempt.context_tokens
         room_tokens = self.capacity_tokens - request.prompt_tokens
@@ -201,7 +205,7 @@ class SimulatedWorker:
         )
 
     def cached_tokens(self, request: WorkloadRequest) -> int:
-        """How many leading tokens of the prompt the prefix cache holds."""
+        """Returns how many leading tokens of the prompt the prefix cache holds."""
         full_blocks = request.prompt_tokens // self.block_tokens
         return self.pool.prefix_length(request.block_names[:full_blocks]) * self.block_tokens
 
@@ -277,12 +281,12 @@ class SimulatedWorker:
         growth_s = 0.0
         if count > 1:
             growth_s = self._growth_seconds(plan)
-        self.steps = RepeatedSteps(plan, self.now, first_s, growth_s, count)
+        self.steps = RepeatedSteps(plan, self.now, first_s=first_s, growth_s=growth_s, count=count)
         if self.joining and plan.decode:
             self._join(self.now + first_s, first_s)
 
     def _shortest_answer(self, plan: StepPlan) -> int:
-        """Tokens until the first of the answers that the plan decodes is complete."""
+        """Returns the tokens until the first of the answers that the plan decodes is complete."""
         attempts = self.attempts
         return min(
             attempts[sequence.attempt_key].request.output_tokens - sequence.generated_tokens
@@ -290,20 +294,20 @@ class SimulatedWorker:
         )
 
     def _kv_tokens(self, plan: StepPlan) -> int:
-        """How many tokens the decodes of the plan's next step read."""
+        """Returns how many tokens the decodes of the plan's next step read."""
         kv_tokens = 0
         for sequence in plan.decode:
             kv_tokens += len(sequence.token_ids)
         return kv_tokens
 
     def _decode_seconds(self, plan: StepPlan) -> float:
-        """How long the decodes of the plan's next step take."""
+        """Returns how long the decodes of the plan's next step take."""
         if not plan.decode:
             return 0.0
         return self.cost.step_s(len(plan.decode), self._kv_tokens(plan)) * self.slowness
 
     def _prefill_seconds(self, plan: StepPlan) -> float:
-        """How long the chunks take; each has its share of `prefill_base`, by its tokens."""
+        """Returns how long the chunks take; each has its share of `prefill_base`, by its tokens."""
         cost = self.cost
         seconds = 0.0
         for sequence, tokens in plan.prefill:
@@ -314,7 +318,7 @@ class SimulatedWorker:
         return seconds * self.slowness
 
     def _growth_seconds(self, plan: StepPlan) -> float:
-        """How much longer the next step takes than this one, if its plan is the same.
+        """Returns how much longer the next step takes than this one, if its plan is the same.
 
         Each decode reads one more token; a chunk attends to one more chunk.
         """
@@ -348,7 +352,7 @@ class SimulatedWorker:
                 ended.append(attempt)
 
     def _attempt_of(self, sequence: Sequence) -> SimulatedAttempt | None:
-        """The attempt of a planned sequence; None if it was taken away during the step."""
+        """Returns the attempt of a planned sequence; None if it was taken away during the step."""
         return self.attempts.get(sequence.attempt_key)
 
     def _account(self, steps: RepeatedSteps, last: int) -> None:
@@ -396,7 +400,14 @@ class SimulatedWorker:
             prefill_tokens += tokens
             start = sequence.computed_tokens + tokens * (count - 1) // 2
             pairs += attended_pairs(tokens, start)
-        cost.observe(mean_s, StepWork(rows, kv_tokens, prefill_tokens, pairs, len(plan.prefill)))
+        work = StepWork(
+            decode_rows=rows,
+            decode_kv_tokens=kv_tokens,
+            prefill_tokens=prefill_tokens,
+            attended_pairs=pairs,
+            prefill_prompts=len(plan.prefill),
+        )
+        cost.observe(mean_s, work)
 
     def _book_chunks(self, sequence: Sequence, tokens: int, filled: list[SimulatedAttempt]) -> None:
         """Books prefilled tokens; with a prompt's last ones comes a token.
@@ -475,7 +486,7 @@ class SimulatedWorker:
         return len(self.scheduler.running)
 
     def running_tokens(self, now: float) -> int:
-        """How many tokens the sequences that decode have."""
+        """Returns how many tokens the sequences that decode have."""
         unbooked = 0
         if self.steps is not None and not self.steps.plan.prefill:
             unbooked = self.steps.completed_by(now) - self.steps.booked
@@ -484,11 +495,11 @@ class SimulatedWorker:
 
     @property
     def capacity_tokens(self) -> int:
-        """How many tokens the KV pool holds."""
+        """Tokens that the KV pool can hold."""
         return self.pool.total_blocks * self.block_tokens
 
     def report(self, now: float) -> WorkerReport:
-        """What has happened since the last report. Blocks are counted in `HASH_TOKENS`."""
+        """Returns what has happened since the last report. Blocks are counted in `HASH_TOKENS`."""
         self.now = now
         if self.steps is not None and not self.steps.plan.prefill:
             self._account(self.steps, self.steps.completed_by(now))
@@ -496,12 +507,12 @@ class SimulatedWorker:
         stored, evicted = self.pool.drain_events()
         preempted = sum(sequence.was_preempted for sequence in self.scheduler.waiting)
         report = WorkerReport(
-            self.report_number,
-            self.pool.available_blocks * (self.block_tokens // HASH_TOKENS),
-            stored,
-            evicted,
-            self.prefill_tokens,
-            self.prefill_seconds,
+            seq=self.report_number,
+            free_blocks=self.pool.available_blocks * (self.block_tokens // HASH_TOKENS),
+            stored=stored,
+            evicted=evicted,
+            prefill_tokens=self.prefill_tokens,
+            prefill_seconds=self.prefill_seconds,
             running=self.running,
             kv_tokens=self.running_tokens(now),
             steps=self.decode_steps,
@@ -516,7 +527,7 @@ class SimulatedWorker:
         return report
 
     def restart_reports(self) -> list[bytes]:
-        """The next report is the first of a new series; returns the marks of all cached blocks."""
+        """Begins a new series of reports; returns the marks of all cached blocks."""
         self.report_number = 0
         self.pool.drain_events()
         return self.pool.hashes()

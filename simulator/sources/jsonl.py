@@ -1,18 +1,20 @@
 """Reader of recorded requests, one JSON object a line: Mooncake's schema, or agents' sessions.
 
 Mooncake's rows have a `timestamp` in ms, `input_length` and `output_length` in tokens, and
-`hash_ids`, chained ids of the prompt's 512-token blocks. Without `hash_ids` nothing is shared.
-Azure's traces are brought into the same schema. Rows of agent sessions also have `agent`, `session`
-and `turn`; their `hash_ids` are of 16-token blocks.
+`hash_ids`, chained ids of the prompt's 512-token blocks. Without `hash_ids` nothing is shared. A
+row may name its `tenant`. Rows of agent sessions also have `agent`, `session` and `turn`; their
+`hash_ids` are of 16-token blocks. Other keys count for nothing.
 """
 
 from __future__ import annotations
 
 import gzip
-import json
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from ..errors import SimulationError
@@ -23,45 +25,72 @@ AGENT_BLOCK_TOKENS = 16  #: the same, in rows of agent sessions
 AGENT_SPAN_S = 600.0  #: the recorded sessions start in it, drawn uniformly
 #: Arrivals lie on a grid if there are at most so many different ones, as a share of the requests.
 QUANTISED_SHARE = 0.3
+ROW_EXAMPLE = (
+    '{"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47]}'
+)
+
+Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
+TokenCount = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class TraceRow(TypedDict):
+class TraceRow(msgspec.Struct):
     """One line of a file."""
 
-    timestamp: float  #: in ms; of agent sessions since the session's start
-    input_length: int  #: tokens of the prompt
-    output_length: int  #: tokens of the answer
-    hash_ids: NotRequired[list[int]]  #: of the prompt's blocks, each for all up to it
-    agent: NotRequired[str]  #: who holds the session; it becomes the request's tenant
-    session: NotRequired[int | str]  #: its name among the agent's
-    turn: NotRequired[int]  #: orders a session's rows
+    timestamp: Milliseconds  #: of agent sessions since the session's start
+    input_length: TokenCount  #: tokens of the prompt
+    output_length: TokenCount  #: tokens of the answer
+    hash_ids: list[int] = []  #: of the prompt's blocks, each for all up to it
+    tenant: str | int = ""  #: for whom the request is
+    agent: str = ""  #: who holds the session; it becomes the request's tenant
+    session: int | str | None = None  #: its name among the agent's; None: the row is no turn
+    turn: int = 0  #: orders a session's rows
 
 
 def read_jsonl(path: Path, name: str) -> Trace:
     """Return the requests of a .jsonl or .jsonl.gz file as the trace `name`.
 
-    Raises SimulationError if a row lacks something, and what reading and parsing JSON raise.
+    Raises SimulationError, with the number of the line that is wrong.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt") as file:
-        rows: list[TraceRow] = [json.loads(line) for line in file if line.strip()]
+    decoder = msgspec.json.Decoder(TraceRow)
+    rows: list[TraceRow] = []
+    for number, line in numbered_lines(path):
+        try:
+            rows.append(decoder.decode(line))
+        except msgspec.ValidationError as error:
+            raise SimulationError(
+                f"trace {path}, line {number}: {error}; expected rows like {ROW_EXAMPLE}"
+            ) from None
+        except msgspec.DecodeError as error:
+            raise SimulationError(f"trace {path}, line {number}: no valid JSON: {error}") from None
+    if rows and rows[0].session is not None:
+        return _agent_trace(rows, path, name)
+    return _mooncake_trace(rows, name)
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file, or of a file in a .gz, that are not empty, counted from 1.
+
+    Raises SimulationError if the file cannot be read to its end.
+    """
     try:
-        if rows and "session" in rows[0]:
-            return _agent_trace(rows, name)
-        return _mooncake_trace(rows, name)
-    except KeyError as error:
-        raise SimulationError(f"trace {path}: a row has no {error}") from None
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise SimulationError(f"trace {path}: cannot be read: {error}") from None
 
 
 def _mooncake_trace(rows: list[TraceRow], name: str) -> Trace:
-    rows.sort(key=lambda row: row["timestamp"])
-    prompts = [tuple(row.get("hash_ids", ())) for row in rows]
+    rows.sort(key=lambda row: row.timestamp)
+    prompts = [tuple(row.hash_ids) for row in rows]
     requests = [
         TraceRequest(
-            arrival_s=row["timestamp"] / 1e3,
-            prompt_tokens=row["input_length"],
-            output_tokens=max(1, row["output_length"]),
+            arrival_s=row.timestamp / 1e3,
+            prompt_tokens=max(1, row.input_length),
+            output_tokens=max(1, row.output_length),
             prompt_blocks=prompt_blocks,
+            tenant=str(row.tenant),
             answer_blocks=answer_blocks,
         )
         for row, prompt_blocks, answer_blocks in zip(
@@ -82,8 +111,8 @@ def _find_answers(rows: list[TraceRow], prompts: list[tuple[int, ...]]) -> list[
     followers: dict[int, tuple[int, ...]] = {}
     answers: list[tuple[int, ...]] = []
     for row, blocks in zip(reversed(rows), reversed(prompts), strict=True):
-        full_count = row["input_length"] // MOONCAKE_BLOCK_TOKENS
-        end = (row["input_length"] + row["output_length"]) // MOONCAKE_BLOCK_TOKENS
+        full_count = row.input_length // MOONCAKE_BLOCK_TOKENS
+        end = (row.input_length + row.output_length) // MOONCAKE_BLOCK_TOKENS
         follower: tuple[int, ...] = ()
         if full_count and blocks:
             follower = followers.get(blocks[full_count - 1], ())
@@ -108,27 +137,32 @@ def _quantum_s(arrivals_s: list[float]) -> float:
     return float(np.percentile(np.diff(values), 50, method="higher"))
 
 
-def _agent_trace(rows: list[TraceRow], name: str) -> Trace:
-    """Return the sessions of agents.
+def _agent_trace(rows: list[TraceRow], path: Path, name: str) -> Trace:
+    """Return the sessions of agents. Raises SimulationError if a row belongs to none.
 
     Of a 64-token block's four ids the last one stands for the block, as ids are chained.
     """
-    keys = sorted({(row["agent"], row["session"]) for row in rows})
+    if any(row.session is None for row in rows):
+        raise SimulationError(f"trace {path}: the first row has a session, and not all have one")
+    # Names may be numbers in one agent's rows and texts in another's: only their order is asked.
+    keys = sorted(
+        {(row.agent, row.session) for row in rows}, key=lambda key: (key[0], str(key[1]).zfill(20))
+    )
     sessions = {key: number for number, key in enumerate(keys)}
-    rows.sort(key=lambda row: (sessions[row["agent"], row["session"]], row["turn"]))
+    rows.sort(key=lambda row: (sessions[row.agent, row.session], row.turn))
     ids_per_block = HASH_TOKENS // AGENT_BLOCK_TOKENS
     block_ids: dict[int, int] = {}
     requests = [
         TraceRequest(
-            arrival_s=row["timestamp"] / 1e3,
-            prompt_tokens=max(1, row["input_length"]),
-            output_tokens=max(1, row["output_length"]),
+            arrival_s=row.timestamp / 1e3,
+            prompt_tokens=max(1, row.input_length),
+            output_tokens=max(1, row.output_length),
             prompt_blocks=tuple(
                 block_ids.setdefault(hash_id, len(block_ids))
-                for hash_id in row["hash_ids"][ids_per_block - 1 :: ids_per_block]
+                for hash_id in row.hash_ids[ids_per_block - 1 :: ids_per_block]
             ),
-            tenant=row["agent"],
-            session=sessions[row["agent"], row["session"]],
+            tenant=str(row.tenant) or row.agent,
+            session=sessions[row.agent, row.session],
         )
         for row in rows
     ]

@@ -138,8 +138,10 @@ def generate(count: int, seed: int = 0) -> Trace:
 
 
 def _session_starts_s(count: int, rng: random.Random) -> list[float]:
-    """Return when `count` sessions start. A phase, burst or calm, ends at the first start after
-    its drawn end."""
+    """Return when `count` sessions start, in seconds.
+
+    A phase, burst or calm, ends at the first start after its drawn end.
+    """
     starts_s: list[float] = []
     now_s = 0.0
     phase_end_s = rng.expovariate(1 / CALM_S)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 from diptych.loadtests import echo
 from diptych.loadtests.endpoint import (
-    AnswerReader,
+    AnswerStreamReader,
     EndpointFacts,
     HttpLoadClient,
     probe_endpoint,
@@ -74,7 +74,7 @@ def test_what_is_cut_short_or_is_no_http_is_an_error(raw: bytes) -> None:
 
 def test_every_piece_with_text_is_a_token_time_and_the_usage_counts_tokens() -> None:
     one = LoadOutcome("x", 0, 0)
-    reader = AnswerReader(one, sent=10.0)
+    reader = AnswerStreamReader(one, sent=10.0)
     reader.feed(10.1, said())  # the role alone is no token
     reader.feed(10.2, said("a"))
     reader.feed(10.5, said("b") + said("c"))
@@ -89,8 +89,8 @@ def test_every_piece_with_text_is_a_token_time_and_the_usage_counts_tokens() -> 
 
 def test_a_stream_without_an_end_or_with_an_error_is_a_failure() -> None:
     cut, broken = LoadOutcome("x", 0, 0), LoadOutcome("y", 0, 0)
-    AnswerReader(cut, 0.0).finish()
-    reader = AnswerReader(broken, 0.0)
+    AnswerStreamReader(cut, 0.0).finish()
+    reader = AnswerStreamReader(broken, 0.0)
     reader.feed(1.0, said("a") + b'event: error\ndata: {"error": {"message": "gone"}}\n\n')
     reader.finish()
     assert (cut.error, broken.error) == ("ended early", "error in mid-stream")
@@ -102,6 +102,17 @@ def test_refusals_and_the_servers_own_time_are_understood() -> None:
     assert refusal(502, b"<html>") == "502"
     assert server_ttft_s("queue;dur=10.0, prefill;dur=20.5, kv;dur=3") == pytest.approx(0.0305)
     assert math.isnan(server_ttft_s("total;dur=1"))
+
+
+@pytest.mark.parametrize("queue", ["1.2.3", "."])
+def test_a_server_time_that_is_no_number_is_not_known(queue: str) -> None:
+    assert math.isnan(server_ttft_s(f"queue;dur={queue}, prefill;dur=20.5"))
+
+
+def test_a_chunk_that_is_no_utf8_is_a_protocol_error() -> None:
+    reader = AnswerStreamReader(LoadOutcome("x", 0, 0), 0.0)
+    with pytest.raises(ProtocolError, match="no chat completion chunk"):
+        reader.feed(1.0, b'data: {"choices": [{"delta": {"content": "\xff"}}]}\n\n')
 
 
 @contextmanager

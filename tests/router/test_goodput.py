@@ -55,10 +55,10 @@ def test_a_request_is_judged_by_its_own_targets(changes: dict, met: str | None) 
 
 
 def test_shares_are_of_the_window_and_totals_of_all_time() -> None:
-    goodput = Goodput(TTFT_S, ITL_S)
+    goodput = Goodput()
     for _ in range(3):
-        goodput.observe(outcome(), 10.0)
-    goodput.observe(outcome(waited_s=9.0, slo_class="batch", tenant="u"), 20.0)
+        goodput.observe(outcome(), TTFT_S, ITL_S, 10.0)
+    goodput.observe(outcome(waited_s=9.0, slo_class="batch", tenant="u"), TTFT_S, ITL_S, 20.0)
     told = goodput.statistics()
     assert (told["requests"], told["share"]) == (4, 0.75)
     assert told["classes"]["batch"] == {"requests": 1, "share": 0.0, "ttft": 0.0, "itl": 1.0}
@@ -71,9 +71,9 @@ def test_shares_are_of_the_window_and_totals_of_all_time() -> None:
 
 
 def test_tenants_beyond_the_named_ones_count_together() -> None:
-    goodput = Goodput(TTFT_S, ITL_S)
+    goodput = Goodput()
     for number in range(NAMED + 7):
-        goodput.observe(outcome(tenant=f"tenant-{number}"), 1.0)
+        goodput.observe(outcome(tenant=f"tenant-{number}"), TTFT_S, ITL_S, 1.0)
     tenants = goodput.statistics()["tenants"]
     assert len(tenants) == NAMED + 1 and tenants[OTHER]["requests"] == 7
     assert len({tenant for _, tenant, _ in goodput.total}) == NAMED + 1

@@ -34,8 +34,8 @@ def trace_file(name: str) -> str:
 
 def h200(count: int = 32) -> tuple[Fleet, Slo]:
     fleet = Fleet.parse(f"H200:{count}", MODEL, 4)
-    return fleet, Slo.parse("ttft=max(1s,3x),itl=50ms", fleet.reference)
+    return fleet, Slo.parse("ttft=max(1s, 3x),itl=50ms", fleet.costs)
 
 
 def simple(replicas: int, slo: Slo | None = None) -> tuple[Fleet, Slo]:
-    return Fleet(((SIMPLE, replicas),)), slo or Slo(2.0, 0.0, 0.05, SIMPLE)
+    return Fleet(((SIMPLE, replicas),)), slo or Slo.flat(2.0, 0.05)

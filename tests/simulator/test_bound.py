@@ -7,7 +7,7 @@ from diptych.simulator.metrics import Slo
 from diptych.simulator.sources import load_trace
 from diptych.simulator.trace import Trace, TraceRequest
 
-from .support import MODEL, h200, simple, trace_file
+from .support import MODEL, simple, trace_file
 
 
 def same(count=50, prompt=1000, output=1):
@@ -30,9 +30,7 @@ def test_half_of_the_requests_may_be_dropped():
 
 def test_a_prompt_that_cannot_be_in_time_counts_for_nothing():
     fleet, _ = simple(4)
-    assert goodput_bound(same(), fleet, Slo(0.5, 0.0, 0.05, fleet.reference), 0.9) == pytest.approx(
-        0, abs=1e-9
-    )
+    assert goodput_bound(same(), fleet, Slo.flat(0.5, 0.05), 0.9) == pytest.approx(0, abs=1e-9)
 
 
 def test_what_came_before_is_cached_for_everyone():
@@ -47,7 +45,7 @@ def test_what_came_before_is_cached_for_everyone():
 
 def test_a_mixed_fleet_serves_more_than_its_pools_alone():
     trace = load_trace("synthetic:500")
-    slo = Slo(2.0, 0.0, 0.05, h200()[0].reference)
+    slo = Slo.flat(2.0, 0.05)
     names = ("H100:8", "H200:8", "B200:8")
     pools = [
         goodput_bound(trace, Fleet.parse(name, MODEL, 4), slo, 0.9, MODEL) * 8 for name in names
@@ -61,7 +59,7 @@ def test_the_conversation_slice_gives_what_the_full_hour_suggests():
     more prompt tokens and 20 % more uncached ones: 1.207 (0.841)."""
     trace = load_trace(trace_file("mooncake_conv_0_20min.jsonl.gz"))
     fleet = Fleet.parse("H200:8", MODEL, 4)
-    slo = Slo(2.0, 0.0, 0.05, fleet.reference)
+    slo = Slo.flat(2.0, 0.05)
     assert goodput_bound(trace, fleet, slo, 0.9, MODEL) == pytest.approx(1.207, abs=0.01)
     assert goodput_bound(trace, fleet, slo, 0.9, MODEL, reuse=False) == pytest.approx(
         0.841, abs=0.01

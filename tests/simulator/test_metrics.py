@@ -3,12 +3,18 @@
 import pytest
 from diptych.simulator.attempt import SimulatedAttempt
 from diptych.simulator.errors import SimulationError
-from diptych.simulator.metrics import SimulatedOutcome, Slo, summarize
+from diptych.simulator.metrics import (
+    SimulatedOutcome,
+    Slo,
+    isolated_cost,
+    offered_percentiles,
+    summarize,
+)
 from diptych.simulator.trace import WorkloadRequest
 
 from .support import SIMPLE
 
-SLO = Slo(1.0, 0.0, 0.05, SIMPLE)
+SLO = Slo.flat(1.0, 0.05)
 
 
 def attempt(output=101, ttft=0.5, mean=0.02, late=0):
@@ -19,12 +25,31 @@ def attempt(output=101, ttft=0.5, mean=0.02, late=0):
 
 
 def test_the_text_form_gives_a_floor_and_a_multiple_of_the_isolated_prefill():
-    slo = Slo.parse("ttft=max(1s,3x),itl=50ms", SIMPLE)
+    slo = Slo.parse("ttft=max(1s,3x),itl=50ms", (SIMPLE.cost,))
     assert slo.ttft_target_s(100) == 1.0  # 3 * 0.1 s is below the floor
     assert slo.ttft_target_s(1000) == pytest.approx(3.0)
-    assert str(slo) == "ttft=max(1s,3x),itl=50ms"
-    flat = Slo.parse("ttft=500ms, itl=0.03s", SIMPLE)
+    assert str(slo) == "ttft=max(1s, 3x),itl=50ms"
+    assert Slo.parse(str(slo), (SIMPLE.cost,)) == slo
+    flat = Slo.parse("ttft=500ms, itl=0.03s")
     assert (flat.ttft_target_s(10**6), flat.itl_s) == (0.5, 0.03)
+    by_length = Slo.parse("ttft=500ms + 300ms/1k,itl=50ms")
+    assert by_length.ttft_target_s(4000) == pytest.approx(1.7)
+
+
+def test_the_fastest_replica_times_an_isolated_prefill():
+    slo = Slo.parse("ttft=3x,itl=50ms", (SIMPLE.cost, SIMPLE.cost.scaled(0.5, 1.0)))
+    assert slo.ttft_target_s(1000) == pytest.approx(1.5)
+
+
+def test_a_multiple_needs_the_cost_of_a_prefill():
+    slo = Slo.parse("ttft=max(1s, 3x),itl=50ms")
+    with pytest.raises(SimulationError, match="need its cost; give times"):
+        slo.ttft_target_s(100)
+    measured = Slo.parse("ttft=max(1s, 3x),itl=50ms", (isolated_cost("200ms + 100ms/1k"),))
+    assert measured.ttft_target_s(4000) == pytest.approx(1.8)
+    for text in ("3x", "max(1s, 2s)", "soon"):
+        with pytest.raises(SimulationError, match="isolated"):
+            isolated_cost(text)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +57,7 @@ def test_the_text_form_gives_a_floor_and_a_multiple_of_the_isolated_prefill():
 )
 def test_a_wrong_target_is_said(text):
     with pytest.raises(SimulationError):
-        Slo.parse(text, SIMPLE)
+        Slo.parse(text)
 
 
 def test_a_request_is_met_by_ttft_mean_gap_and_the_p99_of_gaps():
@@ -68,3 +93,18 @@ def test_the_summary_splits_attainment_by_length_and_tenant():
     assert summary.attainment == pytest.approx(0.95) and summary.refused == 5
     assert summary.deciles == [1.0] * 9 + [0.5]
     assert summary.tenants == {"a": 1.0, "b": 0.5}
+
+
+def test_percentiles_over_all_offered_requests_put_refused_ones_last():
+    # Of 100 requests 97 were served, in 1 to 97 s: the 95th is a served one, the 99th is not.
+    assert offered_percentiles([float(n) for n in range(97, 0, -1)], 100) == {
+        "p95": 95.0,
+        "p99": None,
+    }
+    assert offered_percentiles([3.0], 1) == {"p95": 3.0, "p99": 3.0}
+    assert offered_percentiles([], 7) == {"p95": None, "p99": None}
+    assert offered_percentiles([], 0) == {}
+    refused = [outcome(9, False, refused="overloaded")] * 2
+    summary = summarize([outcome(9, True)] * 98 + refused)
+    assert summary.ttft_offered == {"p95": 0.1, "p99": None} and summary.ttft["p99"] == 0.1
+    assert summary.attainment == pytest.approx(0.98)

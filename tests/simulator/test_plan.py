@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 import yaml
-from diptych.cluster.config import load_config
+from diptych.cluster.config import ClusterConfig, load_config
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Fleet, Split
 from diptych.simulator.intervals import share_interval
@@ -54,6 +54,7 @@ def test_short_prompts_and_a_loose_itl_do_not(tmp_path):
     assert config.router.disaggregate == "never"
     assert (config.pools.prefill.replicas, config.pools.decode.replicas) == (0, 2)
     assert config.slo.itl_ms == 30.0
+    assert config.slo.ttft == "1s"
     assert "does not pay" in format_plan(found) and "&id" not in path.read_text()
 
 
@@ -61,7 +62,7 @@ def test_a_plan_says_whose_engine_its_times_are() -> None:
     """Nobody has measured ours on a GPU; workers that were measured speak for themselves."""
     trace = load_trace("synthetic:40")
     cpu = replace(SIMPLE, gpu="a CPU", threads=2)
-    fleets = [("gpus", Fleet.parse("H200:8", MODEL, 4)), ("cpus", Fleet(((cpu, 2),)))]
+    fleets = [("gpus", Fleet.parse("H200:2", MODEL, 1)), ("cpus", Fleet(((cpu, 2),)))]
     found, _ = planned(fleets, PlanDemand(trace, "ttft=5s,itl=50ms", 0.9))
     of_gpus, measured = sorted(found["engines"], key=lambda line: "measured (" in line)
     assert "those of vLLM" in of_gpus and "has not been measured" in of_gpus
@@ -169,7 +170,7 @@ def test_an_itl_out_of_reach_is_named_with_what_is_reachable():
 def test_a_ttft_out_of_reach_is_named():
     reach = reach_of("60ms", 0.1, ttft="500ms")["reach"]
     assert reach["reachable"]["target"] == "ttft" and 0.9 < reach["reachable"]["ttft_s"] < 4
-    assert "A TTFT of 0.5 s is out of reach" in reach["sentence"]
+    assert "A TTFT of 500ms is out of reach" in reach["sentence"]
 
 
 @pytest.mark.slow
@@ -203,6 +204,22 @@ def test_pools_of_two_gpu_types_get_a_split_each():
     )
     splits = {row["split"] for row in found["layouts"]}
     assert {"1M+1M", "1P+1D", "1D+1P"} <= splits
+    # The plan has the targets that it was made for, as a cluster reads and prints them.
+    config = ClusterConfig.model_validate(found["cluster"])
+    assert config.slo.ttft == "max(1s, 3x)" and config.slo.itl_ms == 50.0
+    assert "for synthetic-40, ttft=max(1s, 3x),itl=50ms" in cluster_yaml(found)
+
+
+def test_a_plan_says_what_all_offered_requests_got_and_which_fits_sit_on_their_limits():
+    fleets = [("h200:8", Fleet.parse("H200:8", MODEL, 4))]
+    demand = PlanDemand(load_trace("synthetic:40"), "ttft=3s,itl=50ms", 0.9, rate=0.5)
+    found, _ = planned(fleets, demand)
+    reach = found["reach"]
+    assert reach["requests"] == 40 and reach["refused"] == 0
+    assert 0 < reach["ttft_offered"]["p95"] <= reach["ttft_offered"]["p99"]
+    text = format_plan(found)
+    assert "TTFT of all offered requests p95 " in text and "; 0 of 40 refused" in text
+    assert "the fit of H200 has values on their limits" in text and "prompt_s 0.01" in text
 
 
 def live(tmp_path, **changes):

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from .support import COST
 
 HARDWARE = Hardware("cpu-1t", 1, COST, 64_000, 1, chunk_tokens=512, cost_on_card=False)
-SLO = Slo(1.5, 0.0, 0.1, HARDWARE)  # a block of 64 tokens fits beside decode
+SLO = Slo.flat(1.5, 0.1)  # a block of 64 tokens fits beside decode
 
 
 def log_of(
@@ -115,7 +115,7 @@ def test_workers_that_plan_for_less_of_their_budget_prefill_later(kind):
     for planned in (1.0, 0.4):
         hardware = replace(HARDWARE, planned_share=planned, itl_budget_s=0.5)
         fleet = Fleet(((hardware, 2),))
-        slo = Slo(1.5, 0.0, 0.5, hardware)
+        slo = Slo.flat(1.5, 0.5)
         setting = Case(trace, fleet, slo, router_config=config).setting(Split.parse("2M"))
         outcomes = kind(setting, trace).run(trace.workload(1.2, 0))
         means.append(sum(one.ttft_s for one in outcomes) / len(outcomes))
@@ -143,7 +143,7 @@ def test_a_recorded_run_replays_as_it_was(split, disaggregate, rate):
     assert run.router.disaggregate == disaggregate
     fleet = found.fleet(1)
     trace = found.trace()
-    case = Case(trace, fleet, Slo.parse(run.slo, fleet.reference), router_config=run.router)
+    case = Case(trace, fleet, Slo.parse(run.slo, fleet.costs), router_config=run.router)
     again = simulate_case(case, Split.parse(split), trace.rate / fleet.gpus, 0).outcomes
     assert [one.prompt_tokens for one in again] == [one.prompt_tokens for one in run.requests]
     assert 0.5 <= met <= 0.95

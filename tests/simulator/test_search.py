@@ -1,17 +1,25 @@
 """Bisection, choice of splits, and the document of a study."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from diptych.simulator import report
-from diptych.simulator.case import Case, CaseProcesses, InlineExecutor, LoadVerdict
+from diptych.simulator.case import (
+    Case,
+    CaseProcesses,
+    InlineExecutor,
+    LoadVerdict,
+    simulate_case,
+)
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Faults, Fleet, Split, possible_splits
+from diptych.simulator.metrics import Slo
 from diptych.simulator.search import Search, candidate_splits
 from diptych.simulator.sources import load_trace
 from diptych.simulator.study import Study, parse_policies, run_study
 
-from .support import MODEL, h200
+from .support import MODEL, h200, simple
 
 
 class SearchOfKnownLimits(Search):
@@ -57,6 +65,7 @@ def test_spare_cores_ask_for_more_and_find_the_same(order):
     assert set(few.asked) < set(many.asked)
 
 
+@pytest.mark.slow
 def test_processes_find_what_one_process_finds():
     fleet, slo = h200(16)
     cases = [Case(load_trace("synthetic:40"), fleet, slo, name, seeds=1) for name in ("lmetric",)]
@@ -132,13 +141,46 @@ def test_the_report_names_every_policy_in_text_and_html(study):
     found, _ = study
     lines = report.study_text(found).splitlines()
     assert "those of vLLM" in lines[1] and "Diptych's own engine, which has not" in lines[1]
-    assert lines[3].split()[:2] == ["POLICY", "VARIANT"]
-    assert [line.split()[0] for line in lines[4:6]] == ["diptych", "round_robin"]
+    assert "the fit of H200 has values on their limits" in lines[2]
+    assert lines[4].split()[:2] == ["POLICY", "VARIANT"] and "OFFERED P99" in lines[4]
+    assert [line.split()[0] for line in lines[5:7]] == ["diptych", "round_robin"]
     page = report.study_page(found)
     assert page == report.study_page(found)  # equal study, equal file
     assert page.startswith("<!doctype html>") and page.count("<svg") == 1
     assert "times are those of vLLM" in page
     assert "round_robin" in page and "<script" not in page and 'src="http' not in page
+
+
+def test_a_study_in_which_no_rate_is_held_ends_without_a_comparison():
+    fleet, _ = simple(2, Slo.flat(0.1, 0.05))  # a prompt of 1,000 tokens takes 1 s
+    study = Study(
+        load_trace("poisson:1000-1001:5-6:20"),
+        "",
+        fleet,
+        "simple",
+        Slo.flat(0.1, 0.05),
+        parse_policies(["diptych"]),
+        split=Split(1, 1),
+        seeds=1,
+        find_max=True,
+        agreement=True,
+    )
+    said = []
+    found = run_study(study, said.append)
+    assert found["policies"][0]["rate_per_gpu"] == 0 and "agreement" not in found
+    assert "holds no rate" in said[-1]
+
+
+@pytest.mark.parametrize("policy", ["diptych", "mooncake"])
+def test_late_requests_are_refused_early_only_where_that_is_asked_for(policy):
+    fleet, _ = simple(2, Slo.flat(1.5, 0.05))  # a prompt of 1,000 tokens takes 1 s
+    trace = load_trace("poisson:1000-1001:20-21:40")
+    case = Case(trace, fleet, Slo.flat(1.5, 0.05), policy, disaggregate="always")
+    reasons = []
+    for asked in (False, True):
+        run = simulate_case(replace(case, early_reject=asked), Split(1, 1), rate=1.0, seed=0)
+        reasons.append({one.refusal_reason for one in run.outcomes})
+    assert ["slo_unattainable" in found for found in reasons] == [False, True]
 
 
 def test_no_policy_of_that_name():

@@ -14,7 +14,7 @@ from diptych.simulator.sim import Simulation
 from diptych.simulator.sources import load_trace
 from diptych.simulator.trace import Trace, TraceRequest, count_turns
 
-from .support import SIMPLE, h200, simple
+from .support import h200, simple
 
 TRACE = load_trace("synthetic:600")
 
@@ -107,7 +107,7 @@ def test_what_no_pool_holds_is_refused_and_the_others_are_served(split):
     lengths = [(200_000, 10), (99_000, 5000), (90_000, 100), (100, 10)]
     items = [TraceRequest(float(at), *both) for at, both in enumerate(lengths)]
     trace = Trace("t", items, 64, span_s=10.0)
-    fleet, slo = simple(2, Slo(500.0, 0.0, 1.0, SIMPLE))
+    fleet, slo = simple(2, Slo.flat(500.0, 1.0))
     found = Simulation(Case(trace, fleet, slo).setting(Split.parse(split)), trace).run(
         trace.workload(trace.rate, 0)
     )

@@ -145,3 +145,79 @@ def test_servegen_clients_become_tenants_with_a_system_prompt():
     trace = load_trace(trace_file("servegen_language_m-small.npz"))
     assert 3000 < len(trace.requests) < 5000
     assert len({item.tenant for item in trace.requests}) > 5
+
+
+ROW = '{"timestamp": 5, "input_length": 70, "output_length": 3}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ([ROW, ROW[:-9]], "line 2: no valid JSON"),
+        ([ROW, "", "[1, 2]"], "line 3: Expected `object`"),
+        (['{"prompt": "hello", "response": "hi"}'], "line 1: .*`timestamp`; expected rows like"),
+        (
+            [ROW.replace("70", '"seventy"')],
+            r"line 1: Expected `int`, got `str` - at `\$.input_length`",
+        ),
+        ([ROW.replace("70", "-70")], "line 1: .*>= 0"),
+    ],
+)
+def test_a_row_that_is_wrong_is_one_sentence_with_its_line(tmp_path, lines, said):
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(SimulationError, match=said) as raised:
+        load_trace(str(path))
+    assert str(path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_cut_short_is_one_sentence(tmp_path):
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(f"{ROW}\n".encode() * 999)[:-9])
+    with pytest.raises(SimulationError, match="cannot be read"):
+        load_trace(str(path))
+
+
+def test_rows_without_block_ids_share_nothing_and_may_name_a_tenant(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text(f'{ROW}\n{ROW[:-1]}, "tenant": "acme"}}\n')
+    trace = load_trace(str(path))
+    assert [(one.prompt_blocks, one.tenant) for one in trace.requests] == [((), ""), ((), "acme")]
+    assert [one.tenant for one in trace.workload(trace.rate, 0)] == ["", "acme"]
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:50.9951690,396,109
+2023-11-16 18:15:46.6805900,374,44
+"""
+
+
+def test_azure_files_are_read_as_published(tmp_path):
+    path = tmp_path / "AzureLLMInferenceTrace_conv.csv"
+    path.write_bytes(AZURE.replace("\n", "\r\n").encode())
+    packed = tmp_path / "packed.csv.gz"
+    packed.write_bytes(gzip.compress(AZURE.encode()))
+    for source in (path, packed):
+        first, second = load_trace(str(source)).requests
+        assert (first.prompt_tokens, first.output_tokens, first.arrival_s) == (374, 44, 0.0)
+        assert second.arrival_s == pytest.approx(4.314579)
+    # As of 2024 the moments have a time zone.
+    path.write_text(AZURE.replace("690,", "69+00:00,").replace("900,", "90+00:00,"))
+    assert load_trace(str(path)).requests[1].arrival_s == pytest.approx(4.314579)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n", "no column TIMESTAMP: .* Azure's"),
+        (AZURE + "yesterday,1,2\n", "line 4: expected TIMESTAMP,ContextTokens"),
+        (AZURE + "2023-11-16 18:15:46.6,1\n", "line 4: expected"),
+        (AZURE + "2023-11-16 18:15:46.6,1,-2\n", "line 4: expected"),
+        (AZURE + "2023-11-16 18:15:46.6+00:00,1,2\n", "some timestamps have a time zone"),
+    ],
+)
+def test_another_kind_of_csv_is_refused_in_one_sentence(tmp_path, text, said):
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(SimulationError, match=said):
+        load_trace(str(path))

@@ -26,7 +26,9 @@ from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway import gateway as gateways
 from diptych.cluster.gateway import model_directory
 from diptych.cluster.gateway.attempt.plane import Inbox
+from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.gateway import Gateway
+from diptych.cluster.gateway.peers import GatewayPeers
 from diptych.cluster.gateway.served_model import ServedModel
 from diptych.cluster.gateway.service import GatewayService
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
@@ -108,7 +110,12 @@ class Workers:
         return router, [{"engine": engine}, {"engine": engine}]
 
     def send(self, frame: Any) -> None: ...
-    def end_requests(self, error: Exception, wire_id: str = "") -> None: ...
+
+    def end_requests(self, error: ApiError, wire_id: str = "") -> None:
+        for key, inbox in list(self._inboxes.items()):
+            if wire_id in ("", key[0]):
+                inbox.put_nowait(error)
+
     def connected(self, worker: str = "") -> bool:
         return self.connected_to_router
 
@@ -227,11 +234,30 @@ def model_named(name: str, folder: Path, **sections: dict) -> ModelApplication:
     return ModelApplication(f"diptych-{name}", {"model": model, **sections})
 
 
+def introduce(*gateways: StandIn) -> None:
+    """Tells the gateways of each other, as a router does, and waits until they are connected."""
+    cards = [f.GatewayCard(one.gateway.peers.name, one.gateway.peers.address) for one in gateways]
+
+    async def update(peers: GatewayPeers) -> None:
+        peers.update("router", cards)
+        while peers.connected < len(gateways) - 1:  # noqa: ASYNC110  # no event says it
+            await asyncio.sleep(0.01)
+
+    for one in gateways:
+        one.run(update(one.gateway.peers), 20)
+
+
 @contextmanager
 def standing_in(
-    folder: Path, more_models: Sequence[ModelApplication] = (), **sections: dict
+    folder: Path,
+    more_models: Sequence[ModelApplication] = (),
+    name: str = "stand-in",
+    **sections: dict,
 ) -> Iterator[StandIn]:
-    """A gateway for the checkpoint in `folder`, as the model `demo`, and for more models."""
+    """A gateway for the checkpoint in `folder`, as the model `demo`, and for more models.
+
+    `name` tells it from other gateways.
+    """
     http_port, grpc_port = free_port(), free_port()
     given = {"http_port": http_port, "grpc_port": grpc_port} | sections.pop("gateway", {})
     config = ClusterConfig.model_validate({"gateway": given, **sections}).model_dump()
@@ -246,7 +272,7 @@ def standing_in(
         path = next(one.args["model"]["path"] for one in models if one.name == application)
         return workers.setdefault(application, Workers(Path(path)))
 
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="stand-in"))
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id=name))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="gateway", daemon=True)
     thread.start()

@@ -1,0 +1,73 @@
+"""Which targets each request has: its own, its class's, its tenant's, or the configured ones.
+
+    headers of the request  >  its class (`SloClass`)  >  its tenant (`TenantTargets`)  >  the default
+
+A class says more of a request than a tenant: it is chosen for each request. The TTFT target (until
+the first token) is an expression of `protos/targets.py`. What it comes to is computed once, when
+the request arrives; the gateway repeats the seconds with each further attempt.
+"""
+
+from __future__ import annotations
+
+from ..protos.frames import PlaceAttempt, RequestOutcome
+from ..protos.targets import TargetError, TtftTarget, parse_cached
+from .config import RouterConfig
+
+
+class RequestTargets:
+    """The targets of a router's configuration, by class and tenant."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises TargetError for a target in the configuration that is none."""
+        self._ttft_target = config.ttft_target
+        self._itl_s = config.itl_s
+        self._ttft_by_class = {
+            name: parse_cached(slo_class.ttft)
+            for name, slo_class in config.classes.items()
+            if slo_class.ttft
+        }
+        self._ttft_by_tenant = {
+            name: parse_cached(tenant.ttft)
+            for name, tenant in config.tenants.items()
+            if tenant.ttft
+        }
+        self._itl_s_by_class = {
+            name: slo_class.itl_s for name, slo_class in config.classes.items() if slo_class.itl_s
+        }
+        self._itl_s_by_tenant = {
+            name: tenant.itl_s for name, tenant in config.tenants.items() if tenant.itl_s
+        }
+        first_class = next(iter(config.classes))
+        self._class_names = config.classes.keys()
+        self._first_class = first_class  #: an unknown class counts as the first
+
+    def ttft_target(self, request: PlaceAttempt | RequestOutcome) -> TtftTarget:
+        """Return the target that the configuration has for a request of this class and tenant."""
+        slo_class = self._known_class(request.slo_class)
+        target = self._ttft_by_class.get(slo_class)
+        if target is None:
+            target = self._ttft_by_tenant.get(request.tenant, self._ttft_target)
+        return target
+
+    def asked_ttft_target(self, place: PlaceAttempt) -> TtftTarget:
+        """Return the target that the request itself names, else the configuration's.
+
+        A text that no version of this code understands counts as none: gateways check it.
+        """
+        if place.ttft:
+            try:
+                return parse_cached(place.ttft)
+            except TargetError:
+                pass
+        return self.ttft_target(place)
+
+    def itl_s(self, request: PlaceAttempt | RequestOutcome) -> float:
+        """Return the configured target between two tokens, in seconds."""
+        slo_class = self._known_class(request.slo_class)
+        itl_s = self._itl_s_by_class.get(slo_class)
+        if itl_s is None:
+            itl_s = self._itl_s_by_tenant.get(request.tenant, self._itl_s)
+        return itl_s
+
+    def _known_class(self, name: str) -> str:
+        return name if name in self._class_names else self._first_class

@@ -1,7 +1,9 @@
-"""What KubeRay's operator refuses in a RayService, beyond its schema.
+"""Finds what KubeRay's operator refuses in a RayService although its schema allows it.
 
-The rules are those of `ray-operator/controllers/ray/utils/validation.go` (KubeRay 1.7), for the
-fields that the chart writes. Every function returns sentences; none means nothing wrong.
+The rules follow `ray-operator/controllers/ray/utils/validation.go` (KubeRay 1.7). They are not all
+of it, but those about fields that the chart writes or is likely to. One rule is Ray's: a group may
+give only options that `ray start` knows. Each check yields a sentence about each thing that is
+wrong, and none if nothing is.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ NAME_LENGTH_LIMIT = 47
 TOKEN_AUTH_SINCE = (2, 52)  #: The first version of Ray that can ask for a token.
 #: Fields that need a feature gate of the operator, which is off unless its values say otherwise.
 GATED_FIELDS = ("networkPolicy", "tlsOptions", "historyServerOptions")
-#: Options of `ray start` that say what `resources` of a group says.
+#: Options of `ray start` that state what the field `resources` of a group states.
 RESOURCE_OPTIONS = {"num-cpus", "num-gpus", "memory", "resources"}
 
 
 def refusals(service: Manifest) -> list[str]:
-    """Returns the reasons for which KubeRay would refuse the RayService."""
+    """Returns the reasons to refuse the RayService, one sentence each; none if the rules hold."""
     cluster = ray_cluster(service)
     # The head has no name of its own, and is checked like a group of workers.
     head = {"groupName": "head", **cluster["headGroupSpec"]}
@@ -66,7 +68,7 @@ def _head(cluster: Manifest) -> Iterator[str]:
     head = cluster["headGroupSpec"]
     if head.get("headService", {}).get("metadata", {}).get("name"):
         yield "headService.metadata.name must not be set"
-    # With fault tolerance, the password is one of its options.
+    # The password belongs into gcsFaultToleranceOptions, where these are given.
     if cluster.get("gcsFaultToleranceOptions") and "redis-password" in head["rayStartParams"]:
         yield "redis-password in rayStartParams, beside gcsFaultToleranceOptions"
 
@@ -86,7 +88,11 @@ def _group(group: Manifest) -> Iterator[str]:
 
 
 def _replicas(group: Manifest, autoscaling: bool) -> Iterator[str]:
-    """Yields what is wrong with a worker group's bounds, between which Ray's autoscaler moves."""
+    """Yields what is wrong with a worker group's bounds, between which Ray's autoscaler moves.
+
+    A bound that is missing with autoscaling counts as 0. (The operator takes it for no bound, but
+    the chart writes both.)
+    """
     name = group["groupName"]
     minimum = group.get("minReplicas")
     limit = group.get("maxReplicas")
@@ -98,7 +104,7 @@ def _replicas(group: Manifest, autoscaling: bool) -> Iterator[str]:
 
 @cache
 def _ray_start_options() -> frozenset[str]:
-    """Returns the long names of `ray start`'s options, as the Ray installed here has them."""
+    """Returns the names of `ray start`'s options, without dashes, as the Ray installed here has."""
     from ray.scripts.scripts import start
 
     options = [option for param in start.params for option in (*param.opts, *param.secondary_opts)]
@@ -108,7 +114,8 @@ def _ray_start_options() -> frozenset[str]:
 def _autoscaler(service: Manifest) -> Iterator[str]:
     cluster = ray_cluster(service)
     options = cluster.get("autoscalerOptions") or {}
-    # Both rules are those of the second version of the autoscaler.
+    # Both rules below are checked for version 2 of the autoscaler only. (The operator has the
+    # second one for every version that the options give.)
     if not cluster.get("enableInTreeAutoscaling") or options.get("version") != "v2":
         return
     for name, template in templates(service).items():
@@ -129,6 +136,7 @@ def _incremental_upgrade(service: Manifest) -> Iterator[str]:
         yield "an incremental upgrade needs autoscaling"
     if not options.get("gatewayClassName") or options.get("intervalSeconds", 0) <= 0:
         yield "an incremental upgrade needs gatewayClassName and intervalSeconds"
-    # A step size must be given; a surge that is not given is 100.
+    # A step size that is missing is refused: it counts as 101, and a surge is at most 100. A surge
+    # that is missing is 100.
     if options.get("stepSizePercent", 101) > options.get("maxSurgePercent", 100):
         yield "stepSizePercent must be at most maxSurgePercent"

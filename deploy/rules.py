@@ -375,14 +375,18 @@ def selectors(documents: list[Manifest]) -> Iterator[str]:
 
 def _disruption_budget(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
     picked = _picked_components(spec.get("selector"), pod_templates)
-    if not picked or "head" in picked:
-        yield f"must pick the pods of a worker group, not {picked}"
+    if len(picked) != 1:
+        yield f"must pick the pods of the head or of one worker group, not {picked}"
+    if not isinstance(spec.get("minAvailable"), int) or "maxUnavailable" in spec:
+        # Kubernetes cannot tell how many pods a Ray cluster should have, and so refuses every
+        # eviction for a budget that needs that number.
+        yield "must have a number as minAvailable, and no maxUnavailable"
 
 
 def _account(documents: list[Manifest], binding: Manifest, service: Manifest) -> Iterator[str]:
-    """Checks that the head's account may change its RayService, and nothing else.
+    """Checks that the head's account may change its RayService and Ray clusters, and nothing else.
 
-    Control runs on the head and sets replica counts there.
+    Control runs on the head and sets the counts of replicas and of pods there.
     """
     by_name = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     role = by_name.get((binding["roleRef"]["kind"], binding["roleRef"]["name"]))
@@ -392,13 +396,14 @@ def _account(documents: list[Manifest], binding: Manifest, service: Manifest) ->
     if role is None or account not in by_name or subjects != [account]:
         yield f"does not bind {account_name} to a role that is here"
         return
-    expected = {
+    own_service = {
         "apiGroups": ["ray.io"],
         "resources": ["rayservices"],
         "resourceNames": [service["metadata"]["name"]],
         "verbs": ["get", "patch"],
     }
-    if role["rules"] != [expected]:
+    clusters = {"apiGroups": ["ray.io"], "resources": ["rayclusters"], "verbs": ["get", "patch"]}
+    if role["rules"] != [own_service, clusters]:
         yield f"gives {role['rules']}"
 
 

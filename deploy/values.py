@@ -21,7 +21,8 @@ DECIDED_ELSEWHERE = {
     "GatewaySettings.host": "Serve's http_options",
     "GatewaySettings.http_port": "Serve's http_options",
     "GatewaySettings.grpc_port": "Serve's grpc_options",
-    "GatewaySettings.listen": "Serve's proxies: the Service leads to any pod",
+    "GatewaySettings.replicas": "gateway.replicas: a change there restarts no other replica",
+    "GatewaySettings.listen": "gateway.listen",
     "GatewaySettings.api_keys_file": "gateway.keysSecret",
     "GatewaySettings.tls_cert": "TLS ends before the cluster, at an Ingress or in a mesh",
     "GatewaySettings.tls_key": "TLS ends before the cluster, at an Ingress or in a mesh",
@@ -74,6 +75,7 @@ class PoolSizes(ValuesSection):
 
 class Gateway(ValuesSection):
     replicas: Annotated[int, Field(ge=1)]
+    listen: Literal["serve", "gateway"]  #: Who listens: Serve's proxies, or each gateway itself.
     keysSecret: str = ""  #: The Secret with clients' keys; empty: no client needs one.
 
 
@@ -91,6 +93,7 @@ class Head(ValuesSection):
     resources: Resources
     nodeSelector: dict[str, str] = {}
     tolerations: Objects = []
+    evictable: bool = False  #: Whether draining its node may stop it; then running streams end.
 
 
 # How many replicas Serve may start in one pod of a group, and nowhere else.

@@ -87,7 +87,7 @@ def test_the_drain_waits_for_the_replicas_but_not_for_ever(
     count = tmp_path / "count"
     count.write_text(str(replicas))
     stubs = {
-        "ray": f'echo "$@" >"{tmp_path}/told"; exit {int(refused)}',
+        "ray": f'echo "$@" >>"{tmp_path}/told"; exit {int(refused)}',
         "pgrep": f'n=$(cat {count}); [ "$n" -gt 0 ] && echo $((n - 1)) >{count}',
         "sleep": "exec /bin/sleep 0.05" if replicas < 99 else 'exec /bin/sleep "$1"',
     }
@@ -97,9 +97,11 @@ def test_the_drain_waits_for_the_replicas_but_not_for_ever(
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     limit = "1" if replicas == 99 else "50"  # who leaves in time has much of it
     done = run(DOCKER / "drain.sh", limit, env=env, timeout=60)
-    told = (tmp_path / "told").read_text()
+    told, *ended = (tmp_path / "told").read_text().splitlines()
     assert told.startswith("drain-node --reason DRAIN_NODE_REASON_PREEMPTION ")
-    assert told.rstrip().endswith(f"--deadline-remaining-seconds {limit}")
+    assert told.endswith(f"--deadline-remaining-seconds {limit}")
+    is_empty = replicas < 99 and not refused
+    assert ended == (["stop --grace-period 3"] if is_empty else []), "Ray ends once nobody is left"
     left = int(count.read_text())
     assert left == (1 if refused else 0) if replicas < 99 else 0 < left < 99
     assert done.returncode == 0

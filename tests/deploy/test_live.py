@@ -126,7 +126,9 @@ def pods() -> Iterator[Pods]:
 def drain(cluster: Pods, pod: int) -> int:
     """The pod's preStop hook. A pod sees one node and its processes; here there are three."""
     shims = {
-        "ray": f'exec {BIN}/ray "$@" --node-id {cluster.node_id(pod)}',
+        # `ray stop` would end all Ray on this machine: here it ends the pod's.
+        "ray": f'[ "$1" != stop ] || exec kill {cluster.raylets[pod]}\n'
+        f'exec {BIN}/ray "$@" --node-id {cluster.node_id(pod)}',
         "pgrep": f'exec /usr/bin/pgrep -P {cluster.raylets[pod]} "$@"',
     }
     bin_ = cluster.folder / "bin"

@@ -20,6 +20,7 @@ from diptych.cluster.applications import (
     model_application_name,
 )
 from diptych.cluster.config import ClusterConfig
+from diptych.cluster.control.rayservice import VALUES_ANNOTATION
 
 from deploy import render, validate, values
 
@@ -96,7 +97,7 @@ def test_a_pool_that_finds_no_home_is_refused(pool: str) -> None:
 
 def test_a_pool_grows_without_a_change_of_what_restarts_the_others() -> None:
     """Serve restarts everything when import path or arguments change, KubeRay makes a new cluster
-    when pods change; neither when counts do."""
+    when pods change; neither when counts do. Control carries those of pods over."""
     before = fleet("h100-ib")
     after = copy.deepcopy(before)
     after["pools"]["prefill"]["replicas"], after["groups"][0]["pods"] = 24, 3
@@ -108,7 +109,7 @@ def test_a_pool_grows_without_a_change_of_what_restarts_the_others() -> None:
     )
     assert args_new == args_old and all(args_new)
     for one in old, new:
-        del one["spec"]["serveConfigV2"]
+        del one["spec"]["serveConfigV2"], one["metadata"]["annotations"]
         for group in one["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
             del group["replicas"], group["minReplicas"], group["maxReplicas"]
     assert new == old
@@ -175,3 +176,80 @@ def test_versions_and_constants_agree_with_the_code() -> None:
     ]
     env = made["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
     assert app.SECRET in [entry["name"] for entry in env["env"]]
+
+
+# ---- gateways ------------------------------------------------------------------------------------
+
+
+def two_gateways() -> str:
+    chosen = fleet("cpu-kind")
+    resources = {"requests": {"cpu": "2", "memory": "6Gi"}, "limits": {"memory": "6Gi"}}
+    chosen["gateway"] = {"replicas": 2, "listen": "gateway"}
+    chosen["groups"] = [
+        {"name": "front", "pods": 2, "slots": {"gateway": 1}, "resources": resources},
+        {"name": "work", "pods": 1, "slots": {"prefill": 1, "decode": 1}, "resources": resources},
+    ]
+    return render.render(chosen)
+
+
+def test_gateways_on_their_own_sockets_stand_behind_a_service_when_ready() -> None:
+    text = two_gateways()
+    documents = [document for document in yaml.safe_load_all(text) if document]
+    (endpoint,) = [document for document in documents if document["kind"] == "Service"]
+    assert {port["port"]: port["targetPort"] for port in endpoint["spec"]["ports"]} == {
+        8000: "serve",
+        9000: "serve-grpc",
+    }
+    groups = service(text)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    picked = {
+        group["groupName"]
+        for group in groups
+        if endpoint["spec"]["selector"].items() <= group["template"]["metadata"]["labels"].items()
+    }
+    assert picked == {"front"}
+    probes = {
+        group["groupName"]: group["template"]["spec"]["containers"][0]["readinessProbe"]["exec"]
+        for group in groups
+    }
+    assert "http://localhost:8000/ready" in probes["front"]["command"][-1]
+    assert ":8000" not in probes["work"]["command"][-1]
+    if FOLDER is not None:
+        assert validate.problems(text, FOLDER) == []
+
+
+def test_gateways_on_their_own_sockets_have_no_proxy_in_the_way() -> None:
+    config = yaml.safe_load(service(two_gateways())["spec"]["serveConfigV2"])
+    assert config["proxy_location"] == "Disabled"
+    settings = ClusterConfig.model_validate(config["applications"][0]["args"]).gateway
+    assert (settings.listen, settings.host, settings.http_port) == ("gateway", "0.0.0.0", 8000)
+    assert "diptych-gateway.diptych.svc" in (settings.hosts or ())
+    assert "diptych-serve-svc" in (settings.hosts or ())
+
+
+# ---- budgets and orders --------------------------------------------------------------------------
+
+
+def test_budgets_count_what_must_stay_for_the_head_and_each_group() -> None:
+    chosen = fleet("h100-ib")
+    budgets = {
+        document["metadata"]["name"]: document["spec"]["minAvailable"]
+        for document in yaml.safe_load_all(render.render(chosen))
+        if document and document["kind"] == "PodDisruptionBudget"
+    }
+    expected = {f"diptych-{group['name']}": group["pods"] - 1 for group in chosen["groups"]}
+    assert budgets == expected | {"diptych-head": 1}
+    chosen["head"] = {"evictable": True}
+    budgets = {
+        document["metadata"]["name"]: document["spec"]["minAvailable"]
+        for document in yaml.safe_load_all(render.render(chosen))
+        if document and document["kind"] == "PodDisruptionBudget"
+    }
+    assert budgets["diptych-head"] == 0
+
+
+def test_the_values_counts_stand_beside_what_is_rendered_of_them() -> None:
+    chosen = fleet("h100-ib")
+    made = service(render.render(chosen))
+    counts = yaml.safe_load(made["metadata"]["annotations"][VALUES_ANNOTATION])
+    sizes = {pool: size["replicas"] for pool, size in chosen["pools"].items()}
+    assert counts == sizes

@@ -13,6 +13,8 @@
   replicas: {{ $group.pods }}
   minReplicas: {{ $group.pods }}
   maxReplicas: {{ $group.pods }}
+  # The operator writes it back like this: without it, the groups would be its own and no longer Helm's.
+  scaleStrategy: {}
   resources: {{ $homes | toJson }}
   rayStartParams:
     object-store-memory: "104857600"
@@ -21,6 +23,9 @@
       labels:
         {{- include "diptych.selector" $root | nindent 8 }}
         app.kubernetes.io/component: {{ $group.name }}
+        {{- if and $slots.gateway (eq $root.Values.gateway.listen "gateway") }}
+        diptych.io/gateway: "true"
+        {{- end }}
     spec:
       automountServiceAccountToken: false
       terminationGracePeriodSeconds: {{ $root.Values.drain.graceSeconds }}
@@ -70,6 +75,20 @@
           {{- toYaml $group.resources | nindent 10 }}
         securityContext:
           {{- include "diptych.containerSecurity" $group.capabilities | nindent 10 }}
+        {{- if eq $root.Values.gateway.listen "gateway" }}
+        # KubeRay's own probe asks Serve's proxy, which is not there.
+        readinessProbe:
+          exec:
+            command:
+            - bash
+            - -c
+            - wget -q -T 2 -O - http://localhost:52365/api/local_raylet_healthz | grep -q success
+              {{- if $slots.gateway }} && wget -q -T 2 -O /dev/null http://localhost:8000/ready{{ end }}
+          initialDelaySeconds: 5
+          periodSeconds: 2
+          timeoutSeconds: 5
+          failureThreshold: 2
+        {{- end }}
         lifecycle:
           preStop:
             exec:

@@ -27,6 +27,23 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $room -}}
 {{- end }}
 
+{{/* Replicas of each pool, as JSON: what `diptych scale` has ordered in this release, for as long as the values have the
+     count that it was ordered instead of; else the values'. Without a cluster (`helm template`) only these. */}}
+{{- define "diptych.counts" -}}
+{{- $release := lookup "ray.io/v1" "RayService" .Release.Namespace .Release.Name | default dict -}}
+{{- $scaled := dig "metadata" "annotations" "diptych.io/scaled-replicas" "{}" $release | fromJson -}}
+{{- $counts := dict -}}
+{{- range $pool, $size := .Values.pools -}}
+{{- $count := $size.replicas | int -}}
+{{- $order := get $scaled $pool | default dict -}}
+{{- if and $order (eq (int $order.insteadOf) $count) -}}
+{{- $count = int $order.replicas -}}
+{{- end -}}
+{{- $_ := set $counts $pool $count -}}
+{{- end -}}
+{{- $counts | toJson -}}
+{{- end }}
+
 {{/* Pools of no replica: Serve knows no deployment of none, so the builder must not make one. */}}
 {{- define "diptych.emptyPools" -}}
 pools:
@@ -43,7 +60,7 @@ pools:
 {{- if $pool.replicas }}
 {{- $ranks := dig "pools" .pool "tensor_parallel" 1 .root.Values.config | int -}}
 - name: {{ .name }}
-  num_replicas: {{ $pool.replicas }}
+  num_replicas: {{ get (include "diptych.counts" .root | fromJson) .pool }}
   ray_actor_options:
     num_cpus: 0.01
     {{- with $pool.gpus }}
@@ -103,13 +120,21 @@ grpc_port: 9001
 key_file: /etc/diptych/admin
 {{- end }}
 
-{{/* What Kubernetes decides of the gateways: Serve's proxies listen, under the Service's names and
-     those of config.gateway.hosts; keys come from a Secret. */}}
+{{/* What Kubernetes decides of the gateways: whether Serve's proxies listen or they themselves, under the
+     Services' names and those of config.gateway.hosts; keys come from a Secret. */}}
 {{- define "diptych.gateway" -}}
-{{- $service := printf "%s-serve-svc" .Release.Name -}}
-{{- $inNamespace := printf "%s.%s" $service .Release.Namespace -}}
-{{- $own := list $service $inNamespace (printf "%s.svc" $inNamespace) (printf "%s.svc.cluster.local" $inNamespace) -}}
-listen: serve
+{{- $own := list -}}
+{{- range $suffix := ternary (list "serve-svc" "gateway") (list "serve-svc") (eq .Values.gateway.listen "gateway") -}}
+{{- $service := printf "%s-%s" $.Release.Name $suffix -}}
+{{- $inNamespace := printf "%s.%s" $service $.Release.Namespace -}}
+{{- $own = concat $own (list $service $inNamespace (printf "%s.svc" $inNamespace) (printf "%s.svc.cluster.local" $inNamespace)) -}}
+{{- end -}}
+listen: {{ .Values.gateway.listen }}
+{{- if eq .Values.gateway.listen "gateway" }}
+host: 0.0.0.0
+http_port: 8000
+grpc_port: 9000
+{{- end }}
 hosts: {{ concat $own (dig "gateway" "hosts" list .Values.config) | toJson }}
 {{- if .Values.gateway.keysSecret }}
 api_keys_file: /etc/diptych/keys/keys.yaml
@@ -117,7 +142,7 @@ api_keys_file: /etc/diptych/keys/keys.yaml
 {{- end }}
 
 {{- define "diptych.serveConfig" -}}
-proxy_location: EveryNode
+proxy_location: {{ ternary "Disabled" "EveryNode" (eq .Values.gateway.listen "gateway") }}
 http_options:
   host: 0.0.0.0
   port: 8000
@@ -157,6 +182,11 @@ applications:
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}
+# Every process of a pod writes its log to the container's output, where `kubectl logs` finds it.
+- name: RAY_LOG_TO_STDERR
+  value: "1"
+- name: RAY_BACKEND_LOG_LEVEL
+  value: warning
 - name: DIPTYCH_SECRET
   valueFrom:
     secretKeyRef:

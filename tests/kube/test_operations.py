@@ -1,0 +1,234 @@
+"""What operators do to a release in the box, and what streams noticed of it, on a live server.
+
+Each test that runs under load writes a line into `build/kube/operations.md`, the table of
+deploy/README.md. The tests build on each other's release and run in this order.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from . import box, settings
+from .conftest import make_secret
+from .release import Release, wait_until
+
+pytestmark = [pytest.mark.timeout(1200)]
+TABLE = settings.FOLDER / "operations.md"
+LOAD_S = 40
+LONG_LOAD_S = 330
+CHANGE_LIMIT_S = 180.0
+UPGRADE_LIMIT_S = 300.0  #: A second Ray cluster took 220 s on two busy cores.
+
+
+@contextmanager
+def under_load(
+    release: Release, operation: str, seconds: int = LOAD_S, *, may_fail: bool = False
+) -> Iterator[None]:
+    """Run the block while clients stream; no stream may differ or, unless told so, fail."""
+    load = release.start_load(seconds)
+    try:
+        yield
+    except BaseException:
+        load.kill()
+        raise
+    output, _ = load.communicate(timeout=seconds + 120)
+    report = output.strip().splitlines()[-1]
+    with TABLE.open("a") as table:
+        table.write(f"| {operation} | {report} |\n")
+    print(f"\n{operation}: {output.strip()}")
+    assert " 0 wrong" in report, output
+    assert may_fail or " 0 failed" in report, output
+
+
+def test_the_rendered_objects_are_those_that_the_server_has(release: Release) -> None:
+    managers = {
+        entry["manager"]: entry["operation"]
+        for entry in release.get("rayservice", release.name, "--show-managed-fields")["metadata"][
+            "managedFields"
+        ]
+    }
+    assert managers["helm"] == "Apply"
+    assert release.get("rayservice", release.name)["status"]["serviceStatus"] == "Running"
+
+
+def test_kubectl_logs_show_every_process(release: Release) -> None:
+    pod = release.pods("all")[0]["metadata"]["name"]
+    text = box.kubectl("--namespace", release.namespace, "logs", pod).stdout
+    assert "raylet" in text
+    assert "PrefillWorker" in text or "DecodeWorker" in text
+
+
+def test_a_scale_beyond_the_slots_is_refused(release: Release) -> None:
+    result = release.diptych("scale", "decode=9")
+    assert result.returncode != 0
+    assert "decode=9: the fleet has 4 slots of this kind" in result.stderr
+
+
+def test_scaling_up_and_down(release: Release) -> None:
+    with under_load(release, "`diptych scale decode=4 --wait`"):
+        assert release.diptych("scale", "decode=4", "--wait").returncode == 0
+    assert release.ready("decode") == 4
+
+
+def test_an_upgrade_after_scaling_keeps_the_size(release: Release) -> None:
+    with under_load(release, "`helm upgrade` of the same values, after `scale`"):
+        release.upgrade()
+    config = release.get("rayservice", release.name)["spec"]["serveConfigV2"]
+    assert "num_replicas: 4" in config
+    assert release.ready("decode") == 4
+    with under_load(release, "`diptych scale decode=3 --wait`"):
+        assert release.diptych("scale", "decode=3", "--wait").returncode == 0
+
+
+def test_a_flip_and_its_way_back(release: Release) -> None:
+    decode_workers = [w for w in release.status()["workers"] if w["home"] == "decode"]
+    name = decode_workers[0]["id"]
+    with under_load(release, "`diptych flip` to prefill and back"):
+        assert release.diptych("flip", name, "--to", "prefill", "--wait").returncode == 0
+        assert release.diptych("flip", name, "--to", "decode", "--wait").returncode == 0
+
+
+def test_a_drained_worker_gets_no_requests(release: Release) -> None:
+    prefill_workers = [w for w in release.status()["workers"] if w["home"] == "prefill"]
+    name = prefill_workers[0]["id"]
+    with under_load(release, "`diptych drain` of a worker, and `undrain`"):
+        assert release.diptych("drain", name).returncode == 0
+        assert release.diptych("undrain", name).returncode == 0
+
+
+def test_more_pods_come_with_an_upgrade(release: Release) -> None:
+    with under_load(release, "`helm upgrade --set groups[0].pods=3`", 90):
+        release.upgrade("--set", "groups[0].pods=3")
+        wait_until(lambda: len(release.pods("all")) == 3, CHANGE_LIMIT_S, "no third pod")
+    cluster = release.get("rayclusters")["items"][0]
+    assert cluster["spec"]["workerGroupSpecs"][0]["replicas"] == 3
+
+
+def test_fewer_pods_come_with_an_upgrade(release: Release) -> None:
+    release.upgrade()
+    wait_until(lambda: len(release.pods("all")) == 2, CHANGE_LIMIT_S, "there are three pods still")
+    _wait_for_recovery(release)
+
+
+def _gateway_pod(release: Release) -> str:
+    """Return the pod in which the gateway runs."""
+    for pod in release.pods("all"):
+        name = pod["metadata"]["name"]
+        line = box.exec_command(release.namespace, name, ["pgrep", "-f", "^ray::.*:Gateway"])
+        if subprocess.run(line, capture_output=True).returncode == 0:
+            return name
+    raise AssertionError("no pod has a gateway")
+
+
+def _pod_without_gateway(release: Release) -> str:
+    names = {pod["metadata"]["name"] for pod in release.pods("all")}
+    return sorted(names - {_gateway_pod(release)})[0]
+
+
+def _wait_for_recovery(release: Release) -> None:
+    """Wait until both pods and all workers are ready."""
+
+    def has_recovered() -> bool:
+        statuses = [
+            status["ready"]
+            for pod in release.pods("all")
+            for status in pod["status"]["containerStatuses"]
+        ]
+        whole = release.ready("prefill") == 3 and release.ready("decode") == 3
+        return whole and statuses == [True, True]
+
+    wait_until(has_recovered, CHANGE_LIMIT_S, "the release has not recovered")
+
+
+@pytest.mark.parametrize("grace", [(), ("--grace-period=0", "--force")], ids=["told", "killed"])
+def test_a_pod_of_workers_is_deleted(release: Release, grace: tuple[str, ...]) -> None:
+    _wait_for_recovery(release)
+    pod = _pod_without_gateway(release)
+    with under_load(release, f"`kubectl delete pod` of workers {' '.join(grace)}".strip(), 60):
+        box.kubectl("--namespace", release.namespace, "delete", "pod", pod, *grace)
+
+
+def test_a_node_is_drained_as_the_budget_allows(release: Release) -> None:
+    _wait_for_recovery(release)
+    pod = release.get("pod", _pod_without_gateway(release))
+    node = pod["spec"]["nodeName"]
+    options = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=150s")
+    selector = ("--pod-selector", "app.kubernetes.io/component=all")
+    try:
+        with under_load(release, "`kubectl drain` of a node with workers", 75):
+            box.kubectl("drain", node, *options, *selector)
+    finally:
+        box.kubectl("uncordon", node)
+
+
+def test_a_node_with_the_head_is_not_drained(release: Release) -> None:
+    node = release.pods("head")[0]["spec"]["nodeName"]
+    selector = ("--pod-selector", "app.kubernetes.io/component=head")
+    options = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=10s")
+    result = box.kubectl("drain", node, *options, *selector, check=False)
+    box.kubectl("uncordon", node)
+    assert result.returncode != 0
+    assert "disruption budget" in result.stderr
+    assert len(release.pods("head")) == 1
+
+
+def test_a_node_dies(release: Release) -> None:
+    _wait_for_recovery(release)
+    head_node = release.pods("head")[0]["spec"]["nodeName"]
+    gateway_node = release.get("pod", _gateway_pod(release))["spec"]["nodeName"]
+    nodes = {pod["spec"]["nodeName"] for pod in release.pods("all")}
+    others = sorted(nodes - {head_node, gateway_node})
+    if not others:
+        pytest.skip("no node has workers alone")
+    with under_load(release, "a node with workers dies", 60):
+        box.kill_node(others[0])
+    box.revive_node(others[0])
+
+
+def test_the_pod_with_the_only_gateway_is_deleted(release: Release) -> None:
+    """Without another gateway, calls fail until it is back; those that are answered are right."""
+    _wait_for_recovery(release)
+    pod = _gateway_pod(release)
+    with under_load(release, "`kubectl delete pod` of the only gateway", 60, may_fail=True):
+        box.kubectl("--namespace", release.namespace, "delete", "pod", pod)
+
+
+def test_the_operator_restarts(release: Release) -> None:
+    _wait_for_recovery(release)
+    with under_load(release, "the operator's pod deleted"):
+        box.kubectl("--namespace", "kuberay", "delete", "pod", "--all")
+    box.kubectl("--namespace", "kuberay", "rollout", "status", "deployment/kuberay-operator")
+
+
+def _active_cluster(release: Release) -> str:
+    status = release.get("rayservice", release.name)["status"]
+    return status["activeServiceStatus"]["rayClusterName"]
+
+
+def _upgraded(release: Release, before: str) -> Callable[[], bool]:
+    def condition() -> bool:
+        return _active_cluster(release) != before and len(release.pods("head")) == 1
+
+    return condition
+
+
+def test_secrets_are_rotated_and_rolled_back(release: Release) -> None:
+    make_secret(release.namespace, "diptych-secret-2")
+    _wait_for_recovery(release)
+    operations = {
+        "`helm upgrade --set secretName=...`": lambda: release.upgrade(
+            "--set", "secretName=diptych-secret-2"
+        ),
+        "`helm rollback`": lambda: box.helm(
+            "rollback", release.name, "--namespace", release.namespace
+        ),
+    }
+    for operation, change in operations.items():
+        before = _active_cluster(release)
+        with under_load(release, f"{operation} (a second Ray cluster)", LONG_LOAD_S):
+            change()
+            wait_until(_upgraded(release, before), UPGRADE_LIMIT_S, "no other Ray cluster")

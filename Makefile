@@ -1,4 +1,5 @@
-.PHONY: install serve test test-all test-long test-compat test-clients test-vllm chaos loadtest lint format protos
+.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube chaos loadtest lint format protos \
+	kube kube-down
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
 BIN := $(VENV)/bin
@@ -21,7 +22,8 @@ test: install build/litellm build/quick-clients
 	@$(PYTEST) -m "cluster and not slow and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
 
 test-all: test
-	$(PYTEST) -m "slow and not long" $(ARGS)
+	@$(PYTEST) -n 2 --dist loadfile -m "slow and not cluster and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
+	@$(PYTEST) -m "slow and cluster and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
 
 # Clients for tests/cluster/test_sdks.py and test_clients.py, which skip without them. litellm wants an older openai than
 # ours; the others lack a few packages only.
@@ -78,3 +80,21 @@ format: install
 protos: install
 	$(BIN)/python -m grpc_tools.protoc -Idiptych/protos=protos --python_out=build/typing \
 		--pyi_out=build/typing --grpc_python_out=build/typing protos/*.proto
+
+# On demand, as root on Debian: a Kubernetes in a box, which is built once below build/ (tests/kube). KUBERAY_OPERATOR=FILE
+# names the binary of KubeRay's operator, without which the box has no operator.
+KUBE_PROGRAMS := build/kube/bin/kube-scheduler build/kube/bin/kubectl
+kube: install $(KUBE_PROGRAMS)
+	$(BIN)/python -m tests.kube.box up
+
+kube-down: install
+	$(BIN)/python -m tests.kube.box down
+
+test-kube: install $(KUBE_PROGRAMS)
+	DIPTYCH_KUBE=1 $(PYTEST) tests/kube $(ARGS)
+
+build/kube/bin/kube-scheduler: tests/kube/build_control_plane.sh
+	tests/kube/build_control_plane.sh build/kube/source build/kube/bin
+
+build/kube/bin/kubectl: tests/kube/fetch_clients.sh
+	tests/kube/fetch_clients.sh $(BIN)/python build/kube/bin

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import ray
 from ray import serve
 
 from .applications import POOL_DEPLOYMENTS, ROUTER_DEPLOYMENT
@@ -26,7 +27,7 @@ from .config import (
 from .control.control import Control
 from .gateway.gateway import Gateway
 from .launch.checkpoint import find_checkpoint
-from .launch.ray_cluster import AUTH_MODE
+from .launch.ray_cluster import AUTH_MODE, shared_secret
 from .router_service import RouterService
 from .worker.process import WorkerProcess
 
@@ -51,19 +52,24 @@ ONGOING_REQUESTS_LIMIT = 4096
 
 
 def front_application(args: dict[str, Any]) -> serve.Application:
-    """The builder of the application in front: gateways and Control.
+    """Return the builder of the application in front: gateways and Control.
 
-    A Serve config file names it: `import_path: diptych.cluster.app:front_application`. `args` is the
-    configuration tree of `config.py`; what it has of single models is not read. Raises ConfigError.
+    A Serve config file names it: `import_path: diptych.cluster.app:front_application`. `args` is
+    the configuration tree of `config.py`; its sections of single models are not read. Raises
+    ConfigError.
     """
-    tree = _read(args).model_dump()
+    config = _read(args)
+    tree = config.model_dump()
     control = _deployment(Control, "Control", 1, HEAD_NODE).bind(tree)
-    gateway = _deployment(Gateway, "Gateway", 1, HEAD_NODE)
+    replicas = config.gateway.replicas
+    # Serve spreads several gateways over the nodes; a single one is where the URLs lead.
+    node = HEAD_NODE if replicas == 1 else ANY_NODE
+    gateway = _deployment(Gateway, "Gateway", replicas, node)
     return gateway.bind(tree, deployments=[control])
 
 
 def model_application(args: dict[str, Any]) -> serve.Application:
-    """The builder of one model's application: its router and its workers.
+    """Return the builder of one model's application: its router and its workers.
 
     A Serve config file names it: `import_path: diptych.cluster.app:model_application`. Its
     `route_prefix` must be null, as the front application takes all calls. `args` is the
@@ -89,13 +95,16 @@ def model_application(args: dict[str, Any]) -> serve.Application:
 def _read(args: dict[str, Any]) -> ClusterConfig:
     """Return the configuration of an application's arguments.
 
-    The environment's `DIPTYCH_SECRET`, if it is set, replaces the cluster's secret in `args`, so
-    that the secret need not stand in a file that many may read. Raises ConfigError if the
+    All applications of a cluster must have one secret. The environment's `DIPTYCH_SECRET`, if it is
+    set, replaces the one in `args`, so that the secret need not stand in a file that many may read.
+    Where neither gives one, the applications' builders draw one together. Raises ConfigError if the
     configuration is wrong, or if Ray runs without tokens although `ray.auth` is `token`.
     """
     if os.environ.get(SECRET):
         args = {**args, "secret": os.environ[SECRET]}
     config = load_config(None, args)
+    if "secret" not in config.model_fields_set and ray.is_initialized():
+        config = config.model_copy(update={"secret": shared_secret()})
     if config.ray.auth == "token" and os.environ.get(AUTH_MODE, "").lower() != "token":
         raise ConfigError(
             f"Ray runs without {AUTH_MODE}=token: whoever reaches it can run code here; start its "

@@ -4,7 +4,7 @@ The tree is checked as a whole when it is loaded, so a process that starts has a
 works together. The shells of the processes read the tree; each pure core gets a small dataclass of
 its own that is made from it (`router_config`, `planner_config`, `engine_config`).
 
-A field's unit is in its name (`_ms`, `_s`, `_mib`), and its dotted path is its key: `slo.ttft_ms`.
+A field's unit is in its name (`_ms`, `_s`, `_mib`), and its dotted path is its key: `slo.itl_ms`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ..engine.options import (
     BLOCK_TOKENS,
@@ -26,10 +34,20 @@ from ..engine.options import (
     EngineOptions,
     SchedulerSettings,
 )
+from ..protos.targets import TtftTarget, parse_cached
 from .model_entries import MODEL_SECTIONS, complete_entries, find_repeated, slug_of
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[float, Field(gt=0)]
+
+
+def _checked_target(text: str) -> str:
+    """Return the text of a TTFT target as it is printed everywhere. Raises ValueError."""
+    return str(TtftTarget.parse(text))
+
+
+#: A TTFT target such as `2s`, `max(1s, 3x)` or `500ms + 300ms/1k` (`protos/targets.py`).
+TargetText = Annotated[str, AfterValidator(_checked_target)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FormatName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,40}$")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200)]
@@ -40,6 +58,7 @@ HostName = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-
 #: The share of the ITL target (the time between two tokens of an answer) that an engine's step may
 #: take by default; the rest is for the token's way to the client.
 STEP_SHARE = 0.9
+DEFAULT_TTFT_S = 2.0  #: the TTFT target where the configuration has none
 #: Environment variable with the cluster's secret, for where no file may hold the secret.
 SECRET = "DIPTYCH_SECRET"
 #: Hosts that only this machine's programs reach.
@@ -170,6 +189,11 @@ class ClassSettings(ConfigSection):
     weight: Positive = 1.0
     #: True: a request that would miss its target is refused early, with status 429.
     early_reject: bool = False
+    #: The TTFT target of the class's requests, as `slo.ttft`; None: that of their tenant, else of
+    #: `slo`.
+    ttft: TargetText | None = None
+    #: Their target between two tokens, as `slo.itl_ms`; None as for `ttft`.
+    itl_ms: Positive | None = None
 
 
 class RouterSettings(ConfigSection):
@@ -240,16 +264,56 @@ class TransferSettings(ConfigSection):
     faults: FaultSettings = FaultSettings()
 
 
+class TenantTargets(ConfigSection):
+    """Targets of one tenant's requests, in place of those of `slo`."""
+
+    #: As `slo.ttft`; None: that one.
+    ttft: TargetText | None = None
+    #: As `slo.itl_ms`; None: that one.
+    itl_ms: Positive | None = None
+
+
 class SloConfig(ConfigSection):
     """Targets that a request must meet to count as goodput. The defaults fit a laptop.
 
-    A request may name targets of its own.
+    A request's own headers come first, then its class (`router.classes`), then its tenant.
     """
 
-    #: From a request's arrival to its first token.
-    ttft_ms: Positive = 2000.0
+    #: From a request's arrival to its first token: `2s`, `1500ms`; `3x`, of the request's isolated
+    #: prefill; `500ms + 300ms/1k`, by the 1,000 prompt tokens; or the largest of such parts,
+    #: `max(1s, 3x)`. None: `ttft_ms`, or 2s without it.
+    ttft: TargetText | None = None
+    #: The same as a plain time: `1500` is `ttft: 1500ms`.
+    ttft_ms: Positive | None = None
     #: Between two tokens of an answer.
     itl_ms: Positive = 200.0
+    #: Targets by tenant, as `diptych keys` names the tenant of a key.
+    tenants: dict[str, TenantTargets] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.ttft is not None and self.ttft_ms is not None:
+            raise ValueError("ttft and ttft_ms are both set, and say the same thing: keep one")
+        return self
+
+    @property
+    def ttft_target(self) -> TtftTarget:
+        """The target for the time to the first token, of requests that have no other one."""
+        if self.ttft is not None:
+            return parse_cached(self.ttft)
+        if self.ttft_ms is not None:
+            return TtftTarget.flat(self.ttft_ms / 1e3)
+        return TtftTarget.flat(DEFAULT_TTFT_S)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the targets for people and programs: as text, and its fixed part in ms."""
+        target = self.ttft_target
+        return {
+            "ttft": str(target),
+            "ttft_ms": target.least_s * 1e3,
+            "itl_ms": self.itl_ms,
+            "tenants": {name: tenant.model_dump() for name, tenant in self.tenants.items()},
+        }
 
 
 class ModelEntry(ConfigSection):
@@ -264,6 +328,11 @@ class ModelEntry(ConfigSection):
     slo: SloConfig = SloConfig()
 
 
+#: Each gateway keeps a connection to every other one.
+GATEWAYS_MAX = 64
+GatewayReplicas = Annotated[int, Field(ge=1, le=GATEWAYS_MAX)]
+
+
 class GatewaySettings(ConfigSection):
     """Where clients talk to the cluster, who may, and what a gateway keeps for them."""
 
@@ -271,13 +340,18 @@ class GatewaySettings(ConfigSection):
     host: str = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 9000
+    #: How many gateways there are. Those on one machine share its ports, and the kernel gives each
+    #: connection to one of them. One runs on the node of Ray's head; several run on any nodes, so
+    #: `host` must be an address of each of these, as `0.0.0.0` is.
+    replicas: GatewayReplicas = 1
     #: Placements of one request, the first included. The last one does without a transfer: one
     #: worker computes the prompt and the answer.
     max_attempts: Count = 4
     #: Requests that a gateway serves at once; further ones are refused.
     max_streams: Count = 1024
     #: On each gateway's machine: the clients' keys; `diptych keys` writes the file. Without this
-    #: file and `api_key_hashes` no client needs a key.
+    #: file and `api_key_hashes` no client needs a key. All gateways share a key's limits: together
+    #: they exceed one by less than `replicas`.
     api_keys_file: str | None = None
     #: SHA-256, in hex, of more keys: without limits, of the tenant `default`
     #: (`diptych serve --api-key`).
@@ -443,7 +517,8 @@ class ClusterConfig(ConfigSection):
     #: connections carry heartbeats.
     silence_s: Annotated[float, Field(ge=1)] = 3.0
     #: What the cluster's processes prove to each other that they know. It is random unless it is
-    #: given, and is shown nowhere (`repr`, error messages).
+    #: given (in a Ray of others: drawn once, and kept by it), and is shown nowhere (`repr`, error
+    #: messages).
     secret: str = Field(default_factory=lambda: secrets.token_hex(16), min_length=1, repr=False)
 
     @model_validator(mode="before")

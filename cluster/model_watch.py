@@ -84,6 +84,11 @@ class ModelWatch(Generic[Served]):
     async def _look(self) -> Exception | None:
         """Asks once which models there are; returns why the last new one cannot be served."""
         applications = {application.name: application for application in await self._find_models()}
+        self._take_away_missing(applications)
+        return await self._add_new(applications)
+
+    def _take_away_missing(self, applications: dict[str, ModelApplication]) -> None:
+        """Takes away what has changed or leaves, or was missing in `LOOKS_WITHOUT` looks in a row."""
         for name, (application, served) in list(self._served.items()):
             leaves = name in applications and applications[name].leaving and not self._with_leaving
             if applications.get(name) == application and not leaves:
@@ -93,6 +98,9 @@ class ModelWatch(Generic[Served]):
             if name in applications or self._missed[name] >= LOOKS_WITHOUT:
                 del self._served[name], self._missed[name]
                 self._take_away(served)
+
+    async def _add_new(self, applications: dict[str, ModelApplication]) -> Exception | None:
+        """Adds what is not served yet; returns why the last that failed cannot be served."""
         failure: Exception | None = None
         for name, application in applications.items():
             if name in self._served:

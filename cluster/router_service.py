@@ -18,7 +18,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from ..protos import frames
-from ..router import Router, RouterConfig, SloClass, events, garbage
+from ..router import Router, RouterConfig, SloClass, TenantTargets, events, garbage
 from ..router.config import CLASSES
 from ..router.decisions import Decision
 from .config import ClusterConfig
@@ -57,6 +57,8 @@ class RouterService:
         self._log = self._open_log()
         self._peers: dict[str, FrameConnection] = {}  #: by name; a worker's name is its card's id
         self._gateways: dict[str, None] = {}  #: names of those that are connected, oldest first
+        #: How gateways reach each other, of those that have said it, by name.
+        self._gateway_cards: dict[str, frames.GatewayCard] = {}
         self._open_calls: dict[int, asyncio.Future[Values]] = {}  #: to gateways, by call id
         self._last_call_id = 0
         self._inspections: set[asyncio.Task[None]] = set()
@@ -143,6 +145,8 @@ class RouterService:
         del self._peers[name]
         self._loading.pop(name, None)
         self._gateways.pop(name, None)
+        if self._gateway_cards.pop(name, None):
+            self._send_gateway_directory()
         if self._routes:
             self._routes.end_gateway(name)
         if kind == "worker":
@@ -179,10 +183,19 @@ class RouterService:
                 waiting = self._open_calls.pop(frame.call_id, None)
                 if waiting:
                     waiting.set_result(frame.values)
+            case frames.IntroduceGateway(address):
+                self._gateway_cards[peer.name] = frames.GatewayCard(peer.name, address)
+                self._send_gateway_directory()
             case frames.Heartbeat():
                 pass  # never comes: `FrameConnection.frames` keeps heartbeats to itself
             case _:
                 assert_never(frame)
+
+    def _send_gateway_directory(self) -> None:
+        """Tell the gateways of each other."""
+        directory = frames.GatewayDirectory(list(self._gateway_cards.values()))
+        for name in self._gateway_cards:
+            self._peers[name].send(directory)
 
     # ---- statistics ------------------------------------------------------------------------------
 
@@ -273,7 +286,8 @@ def recent_percentiles(decisions: Sequence[Decision]) -> dict[str, float | None]
     """Return 95th percentiles over decisions whose outcome is known, in milliseconds.
 
     They are of the TTFT, and of each answer's 99th percentile of the gaps between its tokens. A
-    percentile is None if no decision's outcome has its value.
+    percentile is None if no decision's outcome has its value. `ttft_share_p95` is the TTFT as a
+    share of the request's own target: up to 1 it was in time.
     """
 
     def percentile_95(name: str) -> float | None:
@@ -281,7 +295,16 @@ def recent_percentiles(decisions: Sequence[Decision]) -> dict[str, float | None]
         # "lower" returns a value that was observed, instead of one between two.
         return float(np.percentile(values, 95, method="lower")) if values else None
 
+    ttft_shares = [
+        decision.observed["ttft_ms"] / 1e3 / decision.ttft_target_s
+        for decision in decisions
+        if "ttft_ms" in decision.observed and decision.ttft_target_s > 0
+    ]
+    ttft_share_p95 = None
+    if ttft_shares:
+        ttft_share_p95 = round(float(np.percentile(ttft_shares, 95, method="lower")), 4)
     return {
+        "ttft_share_p95": ttft_share_p95,
         "ttft_p95_ms": percentile_95("ttft_ms"),
         "itl_p95_ms": percentile_95("itl_p99_ms"),
     }
@@ -291,7 +314,20 @@ def router_config(config: ClusterConfig) -> RouterConfig:
     """Return the router's own part of the configuration tree."""
     router = config.router
     slo = config.slo
-    classes = {name: SloClass(**vars(settings)) for name, settings in router.classes.items()}
+    classes = {
+        name: SloClass(
+            priority=settings.priority,
+            weight=settings.weight,
+            early_reject=settings.early_reject,
+            ttft=settings.ttft or "",
+            itl_s=(settings.itl_ms or 0.0) / 1e3,
+        )
+        for name, settings in router.classes.items()
+    }
+    tenants = {
+        name: TenantTargets(ttft=targets.ttft or "", itl_s=(targets.itl_ms or 0.0) / 1e3)
+        for name, targets in slo.tenants.items()
+    }
     return RouterConfig(
         disaggregate=router.disaggregate,
         policy=router.policy,
@@ -301,8 +337,9 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         background_wait_s=router.background_wait_s,
         # Decode engines reserve room for so many new tokens; the router must reckon with the same.
         growth_tokens=config.pools.decode.engine.growth_tokens,
-        ttft_s=slo.ttft_ms / 1e3,
+        ttft=str(slo.ttft_target),
         itl_s=slo.itl_ms / 1e3,
+        tenants=tenants,
     )
 
 

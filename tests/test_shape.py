@@ -50,8 +50,12 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         *("cluster", "decode_worker", "engine", "kv_transfer"),
         *("prefill_worker", "protos", "router"),
     )
-    graph = grimp.build_graph(*(f"diptych.{folder}" for folder in folders), cache_dir=None)
-    imports = {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+    graph = grimp.build_graph("diptych", cache_dir=None)
+    imports = {
+        name: graph.find_modules_directly_imported_by(name)
+        for name in graph.modules
+        if name.split(".")[1:2] and name.split(".")[1] in folders
+    }
     assert len(imports) > 250
     list(TopologicalSorter(imports).static_order())  # raises CycleError, which names the circle
 
@@ -61,9 +65,9 @@ def test_packages_in_pyproject_are_those_in_the_tree() -> None:
     listed = set(project["tool"]["setuptools"]["packages"])
     outside = {"tests", "deploy"}
     found = {
-        "diptych." + ".".join(path.parent.relative_to(ROOT).parts)
+        ".".join(("diptych", *path.parent.relative_to(ROOT).parts))
         for path in tracked("__init__.py")
-        if path.parent.relative_to(ROOT).parts[0] not in outside
+        if not outside.intersection(path.parent.relative_to(ROOT).parts[:1])
     }
     data = {"diptych.deploy.fleets", "diptych.deploy.helm"}  # no code: `diptych render` reads it
     assert listed == found | data

@@ -153,7 +153,7 @@ class PendingChange(NamedTuple):
     """In which direction (-1, 0, 1) a pool's count should change, and since when."""
 
     direction: int
-    since: float
+    since: float  #: Seconds, on the clock of `handle`.
 
 
 @dataclass(slots=True)
@@ -219,6 +219,7 @@ class KedaPlanner:
     down_after_up_s: float = 180.0
     #: (time, score), oldest first.
     scores: deque[tuple[float, float]] = field(default_factory=deque)
+    #: When the pools last grew, and last shrank, in seconds on the clock of `handle`.
     last_up_at: float = -inf
     last_down_at: float = -inf
 

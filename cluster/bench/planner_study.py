@@ -31,7 +31,8 @@ from ..planner.core import (
 )
 from .planner_peers import DynamoPlanner, KedaPlanner, ReplicaBudget, ServeLoopPlanner
 
-RECENT_WINDOW_S = 60.0  #: Of ended requests, which the other planners decide by.
+#: The other planners decide by the requests that ended within the last so many seconds.
+RECENT_WINDOW_S = 60.0
 FIXED = "fixed"  #: The planner's name in a run where nobody plans.
 
 AnyPlanner = Planner | DynamoPlanner | ServeLoopPlanner | KedaPlanner
@@ -126,8 +127,8 @@ def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
     return RecentTraffic(
         window_s=RECENT_WINDOW_S,
         completed=len(ended),
-        mean_prompt_tokens=sum(job.request.prompt_tokens for job in ended) / len(ended),
-        mean_output_tokens=sum(job.request.output_tokens for job in ended) / len(ended),
+        mean_prompt_tokens=sum(attempt.request.prompt_tokens for attempt in ended) / len(ended),
+        mean_output_tokens=sum(attempt.request.output_tokens for attempt in ended) / len(ended),
         mean_ttft_s=float(ttfts_s.mean()),
         mean_itl_s=float(gaps_s.mean()),
         ttft_p90_s=float(np.percentile(ttfts_s, 90, method="lower")),
@@ -140,10 +141,14 @@ def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
 def planner_makers(case: Case, replica_limit: int) -> dict[str, Callable[[], AnyPlanner]]:
     """Return what makes each planner, by name, with `replica_limit` replicas in all.
 
-    A pool has at least one replica, so the other one has at most all but one. Ours may only change
-    roles (`scaling_enabled` is False): the others then have no more GPUs than it has.
+    Each pool has at least one replica, so neither has more than `replica_limit - 1`. Ours may only
+    change roles (`scaling_enabled` is False), so the others get the number of replicas that it has
+    as their budget. `ServeLoopPlanner` and `KedaPlanner` can exceed it until their next call, if
+    they let both pools grow at once.
     """
-    ttft_s = case.slo.ttft_s
+    # KEDA's loop takes one TTFT target: the part that does not depend on the prompt's length, or
+    # 1 s if there is no such part.
+    ttft_s = case.slo.ttft_s or 1.0
     itl_s = case.slo.itl_s
     pool_bounds = ReplicaBounds(minimum=1, limit=replica_limit - 1)
     bounds = {"prefill": pool_bounds, "decode": pool_bounds}
@@ -218,7 +223,7 @@ def compare(
     tasks += [(first_split, name) for name in planner_makers(case, first_split.replicas)]
     runs: list[PlannerRun] = []
     with CaseProcesses([case], jobs) as cores:
-        futures = [cores.submit(run, 0, split, rate, name) for split, name in tasks]
+        futures = [cores.submit(run, 0, split, rate, name=name) for split, name in tasks]
         for future in futures:
             planner_run: PlannerRun = future.result()
             runs.append(planner_run)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from . import (
+    batch,
     bench,
     bench_gateway,
     bench_live,
@@ -44,6 +45,7 @@ app.command()(serve.serve)
 app.command()(install_engine.install_engine)
 app.command()(chat.chat)
 app.command()(run.run)
+app.command()(batch.batch)
 app.command()(status.status)
 app.command()(top.top)
 app.command()(doctor.doctor)

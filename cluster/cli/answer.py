@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
+import typer
 
 from .common import NO_ANSWER, error_message, fail, gateway_url, no_gateway, unreachable
+from .terminal import AnswerWriter
 
 READ_TIMEOUT_S = 120.0  #: Between two pieces of an answer.
 CONNECT_TIMEOUT_S = 10.0
@@ -20,14 +23,21 @@ LAST_EVENT = "data: [DONE]"  #: OpenAI's mark of the stream's end, which is no J
 FILES_LIMIT_BYTES = 8 << 20  #: Of all files of `--file` together; a gateway's limit is 8 MiB.
 INTERRUPTED = 130  #: The exit code of a command that ^C ended, as shells have it.
 
+# Options that the commands which ask have in common.
+ModelName = Annotated[str, typer.Option(help="Model name. Default: the served one.")]
+SystemPrompt = Annotated[str | None, typer.Option(help="System prompt.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+AnswerOutput = Annotated[str, typer.Option("-o", "--output", help="text or json")]
+
 
 class AnswerError(Exception):
     """There is no whole answer; the message is one sentence that says why."""
 
 
 @dataclass(slots=True)
-class ChatTurn:
-    """One answer as it arrived."""
+class ReceivedAnswer:
+    """One answer as it arrives, with its times and what the server says of it."""
 
     #: When the question was sent, by the monotonic clock.
     sent_at: float
@@ -133,10 +143,12 @@ def connect(endpoint: str, token: str) -> httpx.Client:
     return client
 
 
-def ask(client: httpx.Client, body: dict[str, Any], turn: ChatTurn, sink: PieceSink) -> None:
-    """Ask, and add what arrives to `turn`, until the answer is whole.
+def ask(
+    client: httpx.Client, body: dict[str, Any], answer: ReceivedAnswer, sink: PieceSink
+) -> None:
+    """Send the body, and add what arrives to `answer`, until the answer is whole.
 
-    Raises AnswerError. Whatever raises, `turn` has what had arrived, and the connection is closed,
+    Raises AnswerError. Whatever raises, `answer` has what had arrived, and the connection is closed,
     so that the server computes no further.
     """
     try:
@@ -144,45 +156,62 @@ def ask(client: httpx.Client, body: dict[str, Any], turn: ChatTurn, sink: PieceS
             if response.is_error:
                 content = response.read()
                 raise AnswerError(error_message(content) or f"HTTP {response.status_code}")
-            turn.request_id = response.headers.get("x-request-id", "")
-            turn.route = response.headers.get("x-route", "")
-            turn.hit_tokens = int(response.headers.get("x-prefix-hit-tokens", 0))
+            answer.request_id = response.headers.get("x-request-id", "")
+            answer.route = response.headers.get("x-route", "")
+            answer.hit_tokens = int(response.headers.get("x-prefix-hit-tokens", 0))
             for line in response.iter_lines():
                 if line.startswith(EVENT_PREFIX) and line != LAST_EVENT:
-                    add_event(turn, json.loads(line.removeprefix(EVENT_PREFIX)), sink)
+                    add_event(answer, json.loads(line.removeprefix(EVENT_PREFIX)), sink)
     except NO_ANSWER as error:
         raise AnswerError(no_gateway(str(client.base_url), error)) from None
     except ValueError:
         raise AnswerError(f"{client.base_url} does not answer as a gateway does") from None
-    if not turn.finish_reason:
+    if not answer.finish_reason:
         raise AnswerError("the answer broke off before its end")
 
 
-def new_turn() -> ChatTurn:
-    """Return the turn of a question that is sent now."""
-    return ChatTurn(sent_at=time.monotonic())
+def new_answer() -> ReceivedAnswer:
+    """Return the answer, still empty, of a question that is sent now."""
+    return ReceivedAnswer(sent_at=time.monotonic())
 
 
-def add_event(turn: ChatTurn, event: dict[str, Any], sink: PieceSink) -> None:
+def add_event(answer: ReceivedAnswer, event: dict[str, Any], sink: PieceSink) -> None:
     """Add a chunk of the stream to the answer. Raises AnswerError if the chunk is an error.
 
     A chunk with empty text counts as no arrival.
     """
     if "error" in event:
         raise AnswerError(event["error"]["message"])
-    turn.usage = event.get("usage") or turn.usage
+    answer.usage = event.get("usage") or answer.usage
     for choice in event["choices"]:
         reasoning = choice["delta"].get("reasoning_content") or ""
         text = choice["delta"].get("content") or ""
         if reasoning or text:
-            turn.arrivals.append(time.monotonic())
+            answer.arrivals.append(time.monotonic())
         if reasoning:
-            turn.reasoning += reasoning
+            answer.reasoning += reasoning
             sink.on_reasoning(reasoning)
         if text:
-            turn.text += text
+            answer.text += text
             sink.on_text(text)
-        turn.finish_reason = choice["finish_reason"] or turn.finish_reason
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+
+
+@contextlib.contextmanager
+def one_answer(writer: AnswerWriter) -> Iterator[None]:
+    """End the answer's last line when the context is left; what goes wrong ends the command.
+
+    The exit code is 1 after an AnswerError, whose sentence is printed, and 130 after ^C.
+    """
+    try:
+        yield
+    except AnswerError as error:
+        writer.end()
+        fail(str(error))
+    except KeyboardInterrupt:
+        writer.end()
+        raise typer.Exit(INTERRUPTED) from None
+    writer.end()
 
 
 def read_files(files: Iterable[Path]) -> str:

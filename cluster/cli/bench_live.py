@@ -21,7 +21,7 @@ from .progress import step_progress
 
 if TYPE_CHECKING:
     from ..bench.live.cells import LiveOptions
-    from ..bench.live.loads import TokenRange
+    from ..bench.live.loads import LengthRange
 
 LOADTEST_INSTALL = "the client needs gevent: pip install 'diptych[loadtest]'"
 VLLM_INSTALL = "how to install it: engine/bench/README.md"
@@ -43,34 +43,54 @@ def live(
         str, typer.Option(help="Checkpoint folder; 205M: a random Llama; demo: the bundled one.")
     ] = "",
     layouts: Annotated[
-        str, typer.Option(help="Ours, by workers: 1P1D, 2M; plan: those that plan picks.")
+        str,
+        typer.Option(help="Ours, by workers: 1P1D, 2M; plan: those that plan picks (table slo)."),
     ] = "plan,1P1D,1M,2M",
     against: Annotated[
         list[str] | None,
-        typer.Option(help="vllm, or vllm-chunk256, vllm-chunk2048, vllm-2x, vllm-pd; again."),
+        typer.Option(
+            help="Layout of vLLM to compare with: vllm-chunk256 or vllm-chunk2048 (one server, "
+            "tokens of a step), vllm-2x (two servers), vllm-pd (a prefill and a decode server); "
+            "vllm: all four. May be given several times."
+        ),
     ] = None,
     vllm_python: Annotated[
         Path | None, typer.Option(envvar="DIPTYCH_VLLM_PYTHON", help="The Python that has vLLM.")
     ] = None,
-    rates: Annotated[str, typer.Option(help="Requests/s.")] = "0.5,1.0,1.5",
+    rates: Annotated[str, typer.Option(help="Requests/s, in table slo.")] = "0.5,1.0,1.5",
     slo: Annotated[
         list[str] | None,
-        typer.Option(help="TTFT:ITL to count goodput by; the first is what ours serves for."),
+        typer.Option(
+            help="TTFT:ITL to count goodput by; our servers are set up for the first. May be given "
+            "several times."
+        ),
     ] = None,
-    seeds: Annotated[str, typer.Option(help="Of arrivals, lengths and texts.")] = "1,2,3",
-    requests: Annotated[int, typer.Option(min=1, help="Of a cell.")] = 40,
-    prompt_tokens: Annotated[str, typer.Option(help="LOW-HIGH.")] = "",
-    output_tokens: Annotated[str, typer.Option(help="LOW-HIGH.")] = "",
-    seconds: Annotated[float, typer.Option(min=1, help="Of an overload.")] = 120.0,
-    sessions: Annotated[int, typer.Option(min=1, help="Chats at a time.")] = 16,
+    isolated: Annotated[
+        str,
+        typer.Option(
+            help="TTFT of a prompt alone on the server, as 20ms + 150ms/1k tokens; the 3x of --slo "
+            "'max(1s, 3x):50ms' is a multiple of it."
+        ),
+    ] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds of arrivals, lengths and texts.")] = "1,2,3",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of a cell, in table slo.")] = 40,
+    prompt_tokens: Annotated[str, typer.Option(help="LOW-HIGH, but not in table chats.")] = "",
+    output_tokens: Annotated[str, typer.Option(help="LOW-HIGH of an answer.")] = "",
+    seconds: Annotated[
+        float, typer.Option(min=1, help="How long requests are sent, in table overload.")
+    ] = 120.0,
+    sessions: Annotated[int, typer.Option(min=1, help="Chats at a time, in table chats.")] = 16,
     turns: Annotated[int, typer.Option(min=1, help="Of each chat.")] = 5,
-    max_model_len: Annotated[int, typer.Option(min=64, help="Of all servers.")] = 4096,
+    max_model_len: Annotated[
+        int, typer.Option(min=64, help="Tokens of prompt and answer, on all servers.")
+    ] = 4096,
     override: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Of our servers.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Setting of our servers.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the cells; what it has is not run.")] = Path(
-        "live-bench"
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder of the cells' results; cells that it has are not run again."),
+    ] = Path("live-bench"),
     output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
 ) -> None:
     """Compare layouts of ours, and vLLM's, by requests/s within targets, cell by cell."""
@@ -82,6 +102,7 @@ def live(
     names = [name.strip() for name in layouts.split(",") if name.strip()]
     values = {
         "table": table,
+        "isolated": isolated,
         "slos": slo or ["2s:50ms", "2s:100ms", "4s:200ms"],
         "rates": rates,
         "seeds": seeds,
@@ -145,8 +166,9 @@ def _run(
 def _options(values: dict[str, Any], model: Path) -> LiveOptions:
     """Return the options of the command line, checked. Raises LiveBenchError.
 
-    `values` are the command line's, under the names that they have in `live`. The cores are those
-    on which this process may run: `taskset` in front of the command chooses them.
+    `values` are the command line's, each under the name of the field of `LiveOptions` that it sets.
+    Two have no such field: `against` adds to the layouts, and `isolated` is part of each SLO. The
+    cores are those on which this process may run: `taskset` in front of the command chooses them.
     """
     from ..bench.live.cells import LiveOptions, LiveTable
     from ..bench.live.errors import LiveBenchError
@@ -163,7 +185,7 @@ def _options(values: dict[str, Any], model: Path) -> LiveOptions:
         model=model,
         cores=tuple(sorted(os.sched_getaffinity(0))),
         layouts=(*ours, *parse_vllm_layouts(values["against"])),
-        slos=tuple(LiveSlo.parse(text) for text in values["slos"]),
+        slos=tuple(LiveSlo.parse(text, values["isolated"]) for text in values["slos"]),
         seeds=_seeds(values["seeds"]),
         rates=tuple(_numbers("--rates", values["rates"])),
         requests=values["requests"],
@@ -203,19 +225,19 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _token_range(option: str, text: str, *, is_overload: bool) -> TokenRange:
+def _token_range(option: str, text: str, *, is_overload: bool) -> LengthRange:
     """Return the range of a text like `64-512`, or `128` for this number alone.
 
     Without a text the range is the option's default for the table. Raises LiveBenchError.
     """
     from ..bench.live.errors import LiveBenchError
-    from ..bench.live.loads import TokenRange
+    from ..bench.live.loads import LengthRange
 
     default = DEFAULT_TOKENS[option, is_overload]
     low, _, high = (text or default).partition("-")
     if not low.isdigit() or not (high or low).isdigit() or not 0 < int(low) <= int(high or low):
         raise LiveBenchError(f"{option} {text}: expected tokens, as 128 or 64-512")
-    return TokenRange(int(low), int(high or low))
+    return LengthRange(int(low), int(high or low))
 
 
 def _find_vllm_python(python: Path | None) -> Path:

@@ -33,7 +33,7 @@ def planner(
     rate: Annotated[
         float | None, typer.Option(help="Requests/s on average. Default: as recorded.")
     ] = None,
-    slo: SloOption = "ttft=max(1s,3x),itl=50ms",
+    slo: SloOption = "ttft=max(1s, 3x),itl=50ms",
     jobs: JobsOption = None,
     output: OutputOption = "table",
 ) -> None:
@@ -54,7 +54,7 @@ def planner(
             fail(f"--split {split}: {fleet} is {gpus.replicas} replicas of one type", 2)
         with step_progress("comparing") as report:
             runs = compare(
-                Case(loaded_trace, gpus, Slo.parse(slo, gpus.reference)),
+                Case(loaded_trace, gpus, Slo.parse(slo, gpus.costs)),
                 first_split,
                 rate or loaded_trace.rate,
                 jobs=jobs or available_cores(),

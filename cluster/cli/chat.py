@@ -20,16 +20,22 @@ import typer
 from .answer import (
     INTERRUPTED,
     AnswerError,
+    AnswerOutput,
     ChatOptions,
-    ChatTurn,
+    MaxTokens,
+    ModelName,
     PieceSink,
+    ReceivedAnswer,
+    SystemPrompt,
+    Temperature,
     ask,
     connect,
-    new_turn,
+    new_answer,
     no_piece,
+    one_answer,
     read_files,
 )
-from .common import HERE, NO_ANSWER, ApiKey, Endpoint, check_output, fail
+from .common import HERE, NO_ANSWER, TEXT_OUTPUTS, ApiKey, Endpoint, check_output
 from .terminal import AnswerWriter, dimmed, printable
 
 HELP = """\
@@ -60,6 +66,7 @@ class StdinPrompt:
     """Reads a message a line, as from a pipe; a backslash at the end of a line adds the next."""
 
     def read(self) -> str:
+        """Return the next message. Raises EOFError at the end of stdin."""
         lines: list[str] = []
         while True:
             line = sys.stdin.readline()
@@ -80,53 +87,53 @@ class Dialogue:
     #: OpenAI's messages, the system prompt first if there is one.
     messages: list[dict[str, str]] = field(default_factory=list)
     #: The whole answers, and those that ^C stopped.
-    turns: list[ChatTurn] = field(default_factory=list)
+    answers: list[ReceivedAnswer] = field(default_factory=list)
     #: What goes before the next question: the text of the files of `--file`.
     prefix: str = ""
     #: Files that `/save` wrote, and may write again.
     saved_files: set[Path] = field(default_factory=set)
 
-    def ask(self, question: str, sink: PieceSink) -> ChatTurn:
+    def ask(self, question: str, sink: PieceSink) -> ReceivedAnswer:
         """Return the answer to the question, which has then become part of the dialogue.
 
         Raises AnswerError; the question is then forgotten. KeyboardInterrupt passes through: the
         question stays with what had arrived of its answer, if something had.
         """
-        turn = new_turn()
+        answer = new_answer()
         user_message = {"role": "user", "content": self.prefix + question}
         try:
-            ask(self.client, self.options.body([*self.messages, user_message]), turn, sink)
+            ask(self.client, self.options.body([*self.messages, user_message]), answer, sink)
         except KeyboardInterrupt:
-            if turn.text:
-                self._add(user_message, turn)
+            if answer.text:
+                self._add(user_message, answer)
             raise
-        self._add(user_message, turn)
-        return turn
+        self._add(user_message, answer)
+        return answer
 
-    def _add(self, user_message: dict[str, str], turn: ChatTurn) -> None:
+    def _add(self, user_message: dict[str, str], answer: ReceivedAnswer) -> None:
         self.prefix = ""
-        self.messages += [user_message, {"role": "assistant", "content": turn.text}]
-        self.turns.append(turn)
+        self.messages += [user_message, {"role": "assistant", "content": answer.text}]
+        self.answers.append(answer)
 
 
 def chat(
     question: Annotated[
         str | None, typer.Argument(help="Asked once; without it, a dialogue.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Model name. Default: the served one.")] = "",
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    model: ModelName = "",
+    system: SystemPrompt = None,
     file: Annotated[
         list[Path] | None,
         typer.Option(help="Its text goes before the first question; may be given again."),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="text or json")] = "text",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    output: AnswerOutput = "text",
     endpoint: Endpoint = HERE,
     token: ApiKey = "",
 ) -> None:
     """Chat with the served model; shows route, TTFT and ITL after each answer."""
-    check_output(output, "text", "json")
+    check_output(output, TEXT_OUTPUTS)
     prefix = read_files(file or [])
     messages = [{"role": "system", "content": system}] if system else []
     dialogue = Dialogue(
@@ -144,16 +151,9 @@ def chat(
 def _answer_once(dialogue: Dialogue, question: str, output: str) -> None:
     """Print the answer to one question. What goes wrong ends the command."""
     writer = _writer(output)
-    try:
-        turn = dialogue.ask(question, _sink(writer))
-    except AnswerError as error:
-        writer.end()
-        fail(str(error))
-    except KeyboardInterrupt:
-        writer.end()
-        raise typer.Exit(INTERRUPTED) from None
-    writer.end()
-    _print_turn(turn, output)
+    with one_answer(writer):
+        answer = dialogue.ask(question, _sink(writer))
+    _print_figures(answer, output)
 
 
 def _converse(dialogue: Dialogue, prompt: Prompt, output: str) -> None:
@@ -167,7 +167,7 @@ def _converse(dialogue: Dialogue, prompt: Prompt, output: str) -> None:
             continue
         writer = _writer(output)
         try:
-            turn = dialogue.ask(message, _sink(writer))
+            answer = dialogue.ask(message, _sink(writer))
         except AnswerError as error:
             writer.end()
             typer.echo(f"diptych: {error}", err=True)
@@ -178,7 +178,7 @@ def _converse(dialogue: Dialogue, prompt: Prompt, output: str) -> None:
             typer.echo(dimmed("stopped"))
         else:
             writer.end()
-            _print_turn(turn, output)
+            _print_figures(answer, output)
 
 
 def _messages(prompt: Prompt) -> Iterator[str]:
@@ -218,20 +218,20 @@ def _sink(writer: AnswerWriter) -> PieceSink:
     return PieceSink(writer.text, writer.reasoning)
 
 
-def _print_turn(turn: ChatTurn, output: str) -> None:
-    """Print what is to be said below an answer."""
+def _print_figures(answer: ReceivedAnswer, output: str) -> None:
+    """Print below an answer who served it and how fast; with `-o json` the answer, too."""
     if output == "json":
-        typer.echo(json.dumps(turn.summary()))
+        typer.echo(json.dumps(answer.summary()))
         return
-    typer.echo(f"\n{dimmed(_describe(turn))}")
+    typer.echo(f"\n{dimmed(_describe(answer))}")
 
 
-def _describe(turn: ChatTurn) -> str:
+def _describe(answer: ReceivedAnswer) -> str:
     """Return the line below an answer."""
-    route = turn.route.replace(",", " -> ")
+    route = answer.route.replace(",", " -> ")
     return (
-        f"{route}   TTFT {_ms(turn.ttft_ms, 1)}   ITL {_ms(turn.itl_ms, 1)}   "
-        f"{turn.tokens} tokens   prefix hit {turn.hit_tokens}"
+        f"{route}   TTFT {_ms(answer.ttft_ms, 1)}   ITL {_ms(answer.itl_ms, 1)}   "
+        f"{answer.tokens} tokens   prefix hit {answer.hit_tokens}"
     )
 
 
@@ -249,9 +249,9 @@ def _run_command(dialogue: Dialogue, name: str, argument: str) -> str:
         case "help":
             return HELP
         case "route":
-            return _describe_route(dialogue.turns)
+            return _describe_route(dialogue.answers)
         case "stats":
-            return _describe_stats(dialogue.turns)
+            return _describe_stats(dialogue.answers)
         case "model":
             return _choose_model(dialogue, argument)
         case "save":
@@ -260,29 +260,29 @@ def _run_command(dialogue: Dialogue, name: str, argument: str) -> str:
             return f"/{name} is no command; /help lists them"
 
 
-def _describe_route(turns: list[ChatTurn]) -> str:
+def _describe_route(answers: list[ReceivedAnswer]) -> str:
     """Return who served the last answer, and the command that says why."""
-    if not turns:
+    if not answers:
         return "no answer yet"
-    turn = turns[-1]
-    prompt_tokens = turn.usage.get("prompt_tokens", "?")
+    answer = answers[-1]
+    prompt_tokens = answer.usage.get("prompt_tokens", "?")
     return (
-        f"{turn.route.replace(',', ' -> ') or 'the server does not say'}; "
-        f"{turn.hit_tokens} of {prompt_tokens} prompt tokens were cached\n"
-        f"why: diptych explain {turn.request_id}"
+        f"{answer.route.replace(',', ' -> ') or 'the server does not say'}; "
+        f"{answer.hit_tokens} of {prompt_tokens} prompt tokens were cached\n"
+        f"why: diptych explain {answer.request_id}"
     )
 
 
-def _describe_stats(turns: list[ChatTurn]) -> str:
+def _describe_stats(answers: list[ReceivedAnswer]) -> str:
     """Return times and tokens of the last answer and of all."""
-    if not turns:
+    if not answers:
         return "no answer yet"
-    total_tokens = sum(turn.tokens for turn in turns)
-    prompt_tokens = sum(turn.usage.get("prompt_tokens", 0) for turn in turns)
-    hit_tokens = sum(turn.hit_tokens for turn in turns)
+    total_tokens = sum(answer.tokens for answer in answers)
+    prompt_tokens = sum(answer.usage.get("prompt_tokens", 0) for answer in answers)
+    hit_tokens = sum(answer.hit_tokens for answer in answers)
     return (
-        f"last: {_describe(turns[-1])}\n"
-        f"all:  {len(turns)} answers, {total_tokens} tokens; "
+        f"last: {_describe(answers[-1])}\n"
+        f"all:  {len(answers)} answers, {total_tokens} tokens; "
         f"{hit_tokens} of {prompt_tokens} prompt tokens were cached"
     )
 

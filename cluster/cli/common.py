@@ -47,6 +47,7 @@ AdminUrl = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what it would do, and do nothing.")]
 Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done, or after 15 minutes.")]
 WAIT_LIMIT_S = 900.0  #: The 15 minutes of `--wait`: a large model takes minutes to load.
+TEXT_OUTPUTS = ("text", "json")  #: Words of `-o` where the result is text and no table.
 POLL_INTERVAL_S = 0.2  #: Between two looks at the cluster while `--wait` waits.
 REQUEST_TIMEOUT_S = 15.0  #: Of one request to Control, which asks other processes for its answer.
 PATH_CHARACTERS = "/:?=&"  #: What our own paths are made of, so that these are not quoted.
@@ -63,11 +64,10 @@ def fail(message: str, code: int = 1) -> NoReturn:
     raise typer.Exit(code)
 
 
-def check_output(output: str, *allowed: str) -> None:
-    """End with exit code 2 unless `-o` is one of the allowed words (without any: table, json)."""
-    words = allowed or ("table", "json")
-    if output not in words:
-        listed = " or ".join(words) if len(words) == 2 else ", ".join(words)
+def check_output(output: str, allowed: Sequence[str] = ("table", "json")) -> None:
+    """End with exit code 2 unless the value of `-o` is one of the allowed words."""
+    if output not in allowed:
+        listed = " or ".join(allowed) if len(allowed) == 2 else ", ".join(allowed)
         fail(f"-o {output}: expected {listed}", 2)
 
 
@@ -134,10 +134,10 @@ def admin_url(admin: str) -> str:
 
 
 def _cluster_here(option: str, variable: str) -> RunningCluster | None:
-    """Return the one cluster that runs on this machine; None if none does that is known of.
+    """Return the one cluster of this user that runs on this machine; None if there is no note.
 
-    One may run all the same behind the default addresses: in a container, or for another user.
-    Fails, and lists them, if several run.
+    Without a note a cluster may run all the same behind the default addresses: in a container, or
+    for another user. Fails, and lists the clusters, if several run.
     """
     clusters = running_clusters()
     if len(clusters) > 1:
@@ -154,11 +154,9 @@ def _cluster_here(option: str, variable: str) -> RunningCluster | None:
 
 
 class AdminClient:
-    """Control's admin API over HTTP; `token` is the admin key, empty if none is needed.
+    """Control's admin API over HTTP. Every failure ends the command with one sentence.
 
-    `url` may be `HERE`.
-
-    Every failure ends the command with one sentence.
+    `url` may be `HERE`. `token` is the admin key, empty if none is needed.
     """
 
     def __init__(self, url: str, token: str) -> None:
@@ -243,6 +241,11 @@ def table_lines(rows: Sequence[Sequence[str]], right_aligned_from: int | None = 
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def or_dash(value: float | None, shape: str) -> str:
+    """Return the value in a format of `str.format`, or a dash where nothing was measured."""
+    return "-" if value is None else shape.format(value)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

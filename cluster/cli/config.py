@@ -24,14 +24,22 @@ Override = Annotated[
 
 @app.command()
 def show(
-    file: Annotated[Path | None, typer.Argument(help="cluster.yaml; else the running one.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="cluster.yaml. Without it: the running configuration; with --set, the defaults."
+        ),
+    ] = None,
     override: Override = None,
     admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
-    """Every value, and where it comes from: the file, --set or the default."""
+    """Every value but the secret, and where it comes from: the file, --set or the default.
+
+    The running configuration is shown without where its values come from.
+    """
     if file is None and not override:
-        # The running configuration comes from a cluster, which does not tell where values are from.
+        # A cluster tells the values of its configuration, but not where they are from.
         import yaml
 
         running_config = AdminClient(admin, token).get("/admin/v1/config")
@@ -45,7 +53,7 @@ def show(
             origin = "--set"
         elif _covers(file_keys, key):
             origin = str(file)
-        # Comments of YAML behind the values, in a column of their own.
+        # The origin follows as a comment of YAML, in a column of its own.
         typer.echo(f"{key + ': ' + json.dumps(value):<60}  # {origin}")
 
 
@@ -56,7 +64,7 @@ def _covers(set_keys: Iterable[str], key: str) -> bool:
 
 @app.command()
 def validate(file: File, override: Override = None) -> None:
-    """Check a file; exit code 1, and what is wrong, if something is."""
+    """Check a file. If something is wrong, say what, and exit with code 1."""
     _load(file, _parse_overrides(override))
     typer.echo(f"{file} is right")
 
@@ -79,7 +87,10 @@ def reference() -> None:
 
 @app.command()
 def diff(old: File, new: File) -> None:
-    """What differs between two files, defaults included. Exit code 1 if something does."""
+    """What differs between two files, defaults included. Exit code 1 if something does.
+
+    The secret is not compared.
+    """
     old_values = _flat_config(old, {})
     new_values = _flat_config(new, {})
     changed_keys = [

@@ -19,6 +19,7 @@ from .common import (
     check_output,
     error_message,
     fail,
+    or_dash,
     print_table,
 )
 
@@ -152,12 +153,7 @@ def _pair_row(pair: dict[str, Any]) -> tuple[str, ...]:
         pair["source"],
         pair["sink"],
         pair["transport"] or pair["reason"],
-        _or_dash(pair["gib_s"], "{:.2f}"),
-        _or_dash(pair["expected_gib_s"], "{:.2f}"),
-        _or_dash(pair["of_expected"], "{:.0%}"),
+        or_dash(pair["gib_s"], "{:.2f}"),
+        or_dash(pair["expected_gib_s"], "{:.2f}"),
+        or_dash(pair["of_expected"], "{:.0%}"),
     )
-
-
-def _or_dash(value: float | None, shape: str) -> str:
-    """Return the value in a format of `str.format`, or a dash where it is not known."""
-    return "-" if value is None else shape.format(value)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...protos.targets import TtftTarget
 from .common import HERE, AdminClient, AdminUrl, Token, check_output, fail
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 #: How a decision came about, by its kind: "it" is the request. Other kinds say it by their name.
 KIND_MEANINGS = {"push": "it chose its worker", "pull": "a worker with credit chose it"}
+OUTPUTS = ("text", "json")
 Output = Annotated[str, typer.Option("-o", "--output", help="text or json")]
 
 
@@ -27,7 +29,7 @@ def explain(
     token: Token = "",
 ) -> None:
     """Why a request went where it went: who waited, the candidates, prediction and outcome."""
-    check_output(output, "text", "json")
+    check_output(output, OUTPUTS)
     answer = AdminClient(admin, token).get(f"/admin/v1/requests/{request_id}/explain")
     decisions = answer["decisions"]
     if output == "json":
@@ -63,8 +65,8 @@ def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
     )
     yield (
         f"  {decision['prompt_tokens']} prompt tokens, {decision['hit_tokens']} cached there; "
-        f"class {decision['slo_class']}, targets {_ms(decision['ttft_target_s'])} and "
-        f"{_ms(decision['itl_target_s'])}"
+        f"class {decision['slo_class']}, targets TTFT {_ttft_target(decision)} and "
+        f"ITL {_ms(decision['itl_target_s'])}"
     )
     yield (f"  {_ms(decision['waited_s'])} old when decided; {decision['waiting']} others waited")
     if decision["session"]:
@@ -73,6 +75,22 @@ def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
         yield f"  most of the prefix comes from {decision['fetch']}"
     for name, deadline_s, reason in decision["passed_over"]:
         yield f"    passed over {name}, due in {_ms(deadline_s)}: {reason}"
+
+
+def _ttft_target(decision: dict[str, Any]) -> str:
+    """Return the TTFT target: what it came to, and the words that it was computed from.
+
+    Records of an older router have no words.
+    """
+    words = decision.get("ttft_target")
+    target = _ms(decision["ttft_target_s"])
+    if not words:
+        return target
+    isolated_s = decision.get("isolated_s", 0.0)
+    if not isolated_s:
+        return f"{words} = {target}"
+    part = TtftTarget.parse(words).deciding_sum(decision["prompt_tokens"], isolated_s)
+    return f"{words} = {target}, by {part} (the whole prompt alone takes {_ms(isolated_s)})"
 
 
 def _option_lines(decision: dict[str, Any]) -> Iterator[str]:
@@ -123,7 +141,7 @@ def replay(
     from ...router.replay import LogError
     from ...router.replay import replay as run
 
-    check_output(output, "text", "json")
+    check_output(output, OUTPUTS)
     if policy not in POLICIES:
         fail(f"--policy {policy}: expected one of {', '.join(POLICIES)}", 2)
     try:

@@ -18,7 +18,7 @@ class InstallableEngine(StrEnum):
     VLLM = "vllm"
 
 
-class Hardware(StrEnum):
+class EngineDevice(StrEnum):
     """What the engine is to compute on."""
 
     CPU = "cpu"
@@ -32,8 +32,8 @@ def install_engine(
         typer.Option(help="Folder of the environment. Default: ~/.cache/diptych/engines/vllm."),
     ] = None,
     hardware: Annotated[
-        Hardware, typer.Option(help="What it computes on. Only cpu serves so far.")
-    ] = Hardware.CPU,
+        EngineDevice, typer.Option(help="What it computes on. Only cpu serves so far.")
+    ] = EngineDevice.CPU,
 ) -> None:
     """Install an engine into an environment of its own, for `diptych serve --engine`."""
     from ..config import ConfigError

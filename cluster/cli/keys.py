@@ -29,11 +29,9 @@ def add(
     allow: Annotated[
         list[str] | None, typer.Option(help="A class that requests may name. Default: all.")
     ] = None,
-    rate: Annotated[
-        int | None, typer.Option(help="Answers a minute, at each gateway. Default: no limit.")
-    ] = None,
+    rate: Annotated[int | None, typer.Option(help="Answers a minute. Default: no limit.")] = None,
     concurrency: Annotated[
-        int | None, typer.Option(help="Answers at a time, at each gateway. Default: no limit.")
+        int | None, typer.Option(help="Answers at a time. Default: no limit.")
     ] = None,
     cache_group: Annotated[
         str | None,
@@ -98,7 +96,7 @@ def revoke(
 
 
 def _row(key: ApiKey) -> str:
-    """Return the line of a key; its limits count at each gateway alone, a dash is no limit."""
+    """Return the line of a key; a dash is no limit."""
     allowed_classes = ", ".join(key.classes) or "all"
     limits = f"{key.requests_per_min or '-':<12}{key.concurrency or '-'}"
     return f"{key.id:10}{key.tenant:18}{key.slo_class or '-':14}{allowed_classes:22}{limits}"

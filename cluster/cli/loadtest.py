@@ -60,6 +60,12 @@ Rate = Annotated[
 Users = Annotated[int, typer.Option(min=1, help="Users of the chat profile.")]
 Duration = Annotated[str, typer.Option(help="Time in which requests are offered: 90s, 3m.")]
 Slo = Annotated[str, typer.Option(help="Targets that a request must meet to count as goodput.")]
+Isolated = Annotated[
+    str,
+    typer.Option(
+        help="How long a prompt takes alone, as 20ms + 150ms/1k: for --slo ttft=max(1s, 3x)."
+    ),
+]
 Gates = Annotated[
     list[str] | None,
     typer.Option(
@@ -124,6 +130,7 @@ def loadtest(
     users: Users = 10,
     duration: Duration = "60s",
     slo: Slo = "ttft=2s,itl=200ms",
+    isolated: Isolated = "",
     gate: Gates = None,
     endpoint: Endpoint = HERE,
     laptop: Laptop = False,

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .common import DEFAULT_ADMIN, AdminClient, AdminUrl, DryRun, Token, Wait, fail
+from .common import HERE, AdminClient, AdminUrl, DryRun, Token, Wait, fail
 
 app = typer.Typer(help="Add and remove models of a running cluster.", no_args_is_help=True)
 
@@ -30,7 +30,7 @@ def add(
     ] = None,
     wait: Wait = False,
     dry_run: DryRun = False,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Serve one more model; the others go on.
@@ -57,7 +57,7 @@ def remove(
     name: Name,
     wait: Wait = False,
     dry_run: DryRun = False,
-    admin: AdminUrl = DEFAULT_ADMIN,
+    admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Take no more requests for a model. Those that run get 30 s to end; then it is deleted."""

@@ -47,6 +47,28 @@ def step_progress(title: str) -> Iterator[Callable[[str], None]]:
         yield report
 
 
+@contextmanager
+def count_progress(title: str, total: int, line_every: int) -> Iterator[Callable[[], None]]:
+    """Yield what is called for each of `total` things that is done.
+
+    On a terminal a bar moves on; elsewhere each `line_every` things are a line.
+    """
+    done = 0
+    if not sys.stderr.isatty():
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            if done % line_every == 0 or done == total:
+                print_line(f"{title}: {done} of {total}")
+
+        yield count
+        return
+    with _bar() as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
 def _bar() -> Progress:
     """Return a bar on stderr, which vanishes when the work is done."""
     from rich.console import Console

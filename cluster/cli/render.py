@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..model_entries import merged
 from .common import fail
 
 #: The folder lies beside this package, in a wheel too.
@@ -78,7 +79,7 @@ def with_config(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any
     if pools:
         chart_config["pools"] = pools
     overrides = {"config": chart_config, "pools": counts, "ray": config.get("ray", {})}
-    return _merge(values, overrides)
+    return merged(values, overrides)
 
 
 def manifests(chart: Path, values: dict[str, Any], namespace: str) -> str:
@@ -134,18 +135,3 @@ def _read_config(file: Path) -> dict[str, Any]:
     if config.models:
         fail(f"{file}: the chart serves one model: put it under model, in place of models")
     return read_mapping(file)
-
-
-def _merge(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the overrides in them, section by section.
-
-    A list or a single value is replaced as a whole.
-    """
-    merged = dict(values)
-    for key, override in overrides.items():
-        value = merged.get(key)
-        if isinstance(value, dict) and isinstance(override, dict):
-            merged[key] = _merge(value, override)
-        else:
-            merged[key] = override
-    return merged

@@ -37,7 +37,6 @@ def drain(
     if (replica is None) != on_this_machine:
         fail("give a REPLICA, a pool, or --self", 2)
     admin_client = AdminClient(admin, token)
-    names = _workers_on_this_machine(admin_client) if on_this_machine else [replica or ""]
     body = {"dry_run": dry_run}
     # A machine that goes away hands over at once, and even if nobody else can serve.
     if not undo:
@@ -45,28 +44,42 @@ def drain(
         body["hand_over"] = hand_over or on_this_machine
 
     verb = "undrain" if undo else "drain"
-    drained: list[str] = []
+    if on_this_machine:
+        names = _workers_on_this_machine(admin_client)
+        workers, any_failed = _order_all(admin_client, names, verb, body)
+    else:
+        workers = admin_client.post(f"/admin/v1/replicas/{replica}:{verb}", body)["replicas"]
+        any_failed = False
+
+    suffix = " (dry run)" if dry_run else ""
+    typer.echo(f"{verb} {', '.join(workers) or 'nobody'}{suffix}")
+    if not dry_run and not undo:
+        for name in workers:
+            typer.echo(f"undo: diptych undrain {name}")
+        if wait:
+            seconds = admin_client.wait(lambda cluster: _describe_busy(cluster, workers))
+            typer.echo(f"idle after {seconds:.1f} s")
+    if any_failed:
+        raise typer.Exit(1)
+
+
+def _order_all(
+    admin_client: AdminClient, names: list[str], verb: str, body: dict[str, Any]
+) -> tuple[list[str], bool]:
+    """Drain or undrain each of the workers; return those that obeyed, and whether any did not.
+
+    A worker that refuses has its reason printed, and the others are ordered all the same.
+    """
+    obedient: list[str] = []
     any_failed = False
     for name in names:
         try:
             result = admin_client.post(f"/admin/v1/replicas/{name}:{verb}", body)
         except typer.Exit:  # the reason is printed already
-            if not on_this_machine:
-                raise
-            any_failed = True  # the others of this machine are drained all the same
+            any_failed = True
             continue
-        drained += result["replicas"]
-
-    suffix = " (dry run)" if dry_run else ""
-    typer.echo(f"{verb} {', '.join(drained) or 'nobody'}{suffix}")
-    if not dry_run and not undo:
-        for name in drained:
-            typer.echo(f"undo: diptych undrain {name}")
-        if wait:
-            seconds = admin_client.wait(lambda cluster: _describe_busy(cluster, drained))
-            typer.echo(f"idle after {seconds:.1f} s")
-    if any_failed:
-        raise typer.Exit(1)
+        obedient += result["replicas"]
+    return obedient, any_failed
 
 
 def undrain(

@@ -11,15 +11,20 @@ import typer
 
 from .answer import (
     INTERRUPTED,
-    AnswerError,
+    AnswerOutput,
     ChatOptions,
+    MaxTokens,
+    ModelName,
     PieceSink,
+    SystemPrompt,
+    Temperature,
     ask,
     connect,
-    new_turn,
+    new_answer,
+    one_answer,
     read_files,
 )
-from .common import HERE, ApiKey, Endpoint, check_output, fail
+from .common import HERE, TEXT_OUTPUTS, ApiKey, Endpoint, check_output, fail
 from .terminal import AnswerWriter
 
 STDIN = "-"  #: In place of the prompt: it is read from stdin.
@@ -28,15 +33,15 @@ STDIN_LIMIT_CHARACTERS = 8 << 20  #: Of a prompt from stdin; a gateway's limit i
 
 def run(
     prompt: Annotated[str, typer.Argument(help="The question; - reads it from stdin.")],
-    model: Annotated[str, typer.Option(help="Model name. Default: the served one.")] = "",
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    model: ModelName = "",
+    system: SystemPrompt = None,
     file: Annotated[
         list[Path] | None,
         typer.Option(help="Its text goes before the question; may be given again."),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    output: Annotated[str, typer.Option("-o", "--output", help="text or json")] = "text",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    output: AnswerOutput = "text",
     endpoint: Endpoint = HERE,
     token: ApiKey = "",
 ) -> None:
@@ -44,25 +49,18 @@ def run(
 
     Exit code 1 when there is no whole answer, 2 for wrong usage, 130 after ^C.
     """
-    check_output(output, "text", "json")
+    check_output(output, TEXT_OUTPUTS)
     question = read_files(file or []) + _question(prompt)
     messages = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": question})
     options = ChatOptions(model=model, max_tokens=max_tokens, temperature=temperature)
     writer = AnswerWriter(sys.stdout, silent=output == "json")
     client = connect(endpoint, token)
-    turn = new_turn()
-    try:
-        ask(client, options.body(messages), turn, PieceSink(writer.text))
-    except AnswerError as error:
-        writer.end()
-        fail(str(error))
-    except KeyboardInterrupt:
-        writer.end()
-        raise typer.Exit(INTERRUPTED) from None
-    writer.end()
+    answer = new_answer()
+    with one_answer(writer):
+        ask(client, options.body(messages), answer, PieceSink(writer.text))
     if output == "json":
-        typer.echo(json.dumps(turn.summary()))
+        typer.echo(json.dumps(answer.summary()))
 
 
 def _question(prompt: str) -> str:

@@ -31,9 +31,9 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
 
 def runtime_folder() -> Path:
     """Return the folder of this user's notes, which may not be there yet."""
-    given = os.environ.get("XDG_RUNTIME_DIR")
-    if given and Path(given).is_dir():
-        return Path(given) / "diptych"
+    session_folder = os.environ.get("XDG_RUNTIME_DIR")
+    if session_folder and Path(session_folder).is_dir():
+        return Path(session_folder) / "diptych"
     return Path("/tmp") / f"diptych-{os.getuid()}"
 
 

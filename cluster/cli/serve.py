@@ -105,8 +105,6 @@ def serve(
     ] = None,
 ) -> None:
     """Start a prefill/decode cluster, here or on a Ray cluster, and serve MODEL until ^C."""
-    from ..config import ConfigError, load_config, parse_overrides
-
     began = time.monotonic()
     flags: dict[str, Any] = {
         "model.path": model,
@@ -125,21 +123,8 @@ def serve(
     if served_model_name:
         flags["model.name"] = served_model_name[0]
         flags["model.served_names"] = served_model_name[1:]
-    overrides = {key: value for key, value in flags.items() if value is not None}
-    try:
-        settings = load_config(config, overrides | parse_overrides(override or []))
-        if settings.lacks_engine_python and not ray_address:
-            from ..launch.engine_environment import find_python
-
-            settings = settings.with_engine_python(find_python())
-        # This loads the engine, which takes seconds: wrong settings fail before it.
-        from ..launch.local_cluster import prepare
-
-        cluster = prepare(settings, ray_address)
-    except ConfigError as error:
-        from .settings import with_suggestions
-
-        fail(with_suggestions(str(error)))
+    flags = {key: value for key, value in flags.items() if value is not None}
+    cluster = _prepare(config, flags, override or [], ray_address=ray_address)
 
     def report_progress(line: str) -> None:
         typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
@@ -159,6 +144,31 @@ def serve(
     if exit_code:
         raise typer.Exit(exit_code)
     report_progress("stopped")
+
+
+def _prepare(
+    file: Path | None, flags: dict[str, Any], overrides: list[str], *, ray_address: str | None
+) -> LocalCluster:
+    """Return the cluster to start, or end the command with what is wrong with the settings.
+
+    The settings are those of the file, over them the flags' by dotted keys, over them `KEY=VALUE`.
+    """
+    from ..config import ConfigError, load_config, parse_overrides
+
+    try:
+        settings = load_config(file, flags | parse_overrides(overrides))
+        if settings.lacks_engine_python and not ray_address:
+            from ..launch.engine_environment import find_python
+
+            settings = settings.with_engine_python(find_python())
+        # This loads the engine, which takes seconds: wrong settings fail before it.
+        from ..launch.local_cluster import prepare
+
+        return prepare(settings, ray_address)
+    except ConfigError as error:
+        from .settings import with_suggestions
+
+        fail(with_suggestions(str(error)))
 
 
 def _key_hashes(keys: list[str]) -> list[str]:
@@ -249,7 +259,7 @@ def _admin_url(cluster: LocalCluster) -> str:
 
 
 def _reachable(url: str) -> str:
-    """Return the URL by which this machine's programs reach who listens on all interfaces."""
+    """Return the URL with this machine's own address in place of one that means all interfaces."""
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ..config import ClassSettings, ClusterConfig
+from ..config import ClassSettings, ClusterConfig, TenantTargets
 
 INTRODUCTION = """\
 # Settings
@@ -44,7 +44,7 @@ SIMILARITY = 0.6  #: `difflib` counts two names as similar from here on.
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class DocumentedSetting:
     """One value of the configuration."""
 
     key: str  #: Its dotted path.
@@ -59,7 +59,7 @@ class Section:
 
     key: str  #: Its dotted path; empty for the tree's root.
     summary: str
-    settings: list[Setting]
+    settings: list[DocumentedSetting]
 
 
 # ---- what was meant ------------------------------------------------------------------------------
@@ -72,12 +72,12 @@ def with_suggestions(message: str) -> str:
 
 def _suggested(mistake: re.Match[str]) -> str:
     key = mistake[2]
-    known = [setting.key for section in sections() for setting in section.settings]
-    known += [name.replace("pools.prefill", "pools.decode", 1) for name in known]
-    similar = difflib.get_close_matches(key, known, n=1, cutoff=SIMILARITY)
+    keys = [setting.key for section in sections() for setting in section.settings]
+    keys += [name.replace("pools.prefill", "pools.decode", 1) for name in keys]
+    similar = difflib.get_close_matches(key, keys, n=1, cutoff=SIMILARITY)
     # Someone may know the name, and not its section.
     last_name = key.rpartition(".")[2]
-    namesakes = [name for name in known if name.rpartition(".")[2] == last_name]
+    namesakes = [name for name in keys if name.rpartition(".")[2] == last_name]
     meant = namesakes[:1] or similar
     if not meant:
         return f"{mistake[0]}; all settings: diptych config reference"
@@ -127,14 +127,15 @@ def _sections(
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
             inner_sections.append((field.annotation, inner_key))
             continue
-        if field.annotation == dict[str, ClassSettings]:
-            inner_sections.append((ClassSettings, f"{inner_key}.NAME"))
+        for named_class in (ClassSettings, TenantTargets):
+            if field.annotation == dict[str, named_class]:  # type: ignore[valid-type]
+                inner_sections.append((named_class, f"{inner_key}.NAME"))
         value_schema = schema["properties"][name]
         default = "random"
         if name != "secret":
             default = f"`{json.dumps(field.get_default(call_default_factory=True))}`"
         values = _describe(value_schema, definitions)
-        settings.append(Setting(inner_key, values, default, meanings.get(name, "")))
+        settings.append(DocumentedSetting(inner_key, values, default, meanings.get(name, "")))
     summary = " ".join(inspect.getdoc(section_class).split("\n\n")[0].split())  # type: ignore[union-attr]
     yield Section(key, summary, settings)
     for inner_class, inner_key in inner_sections:

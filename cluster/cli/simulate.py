@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from ...simulator.planned_layout import FleetOption
     from ...simulator.trace import Trace
 
-TRACE_HELP = "File (.jsonl, .jsonl.gz, ServeGen .npz), synthetic[:N], poisson:256-1024:64-128[:N]."
+TRACE_HELP = "File (.jsonl, Azure .csv, either .gz; ServeGen .npz), synthetic[:N], poisson:256-1024:64-128[:N]."
 ModelOption = Annotated[str, typer.Option(help="Model and type of its weights.")]
-SloOption = Annotated[str, typer.Option(help="Targets; 3x: of the prompt's isolated prefill.")]
+SloOption = Annotated[
+    str,
+    typer.Option(help="Targets: ttft=2s, max(1s, 3x) of the isolated prefill, 500ms + 300ms/1k."),
+]
 LiveOption = Annotated[
     Path | None,
     typer.Option(
@@ -54,6 +57,9 @@ FaultsOption = Annotated[
 AgreementFlag = Annotated[
     bool, typer.Option("--agreement", help="Run step by step too; say how far apart.")
 ]
+EarlyRejectFlag = Annotated[
+    bool, typer.Option("--early-reject", help="Refuse late requests at once: diptych, mooncake.")
+]
 HtmlOption = Annotated[Path | None, typer.Option(help="Write a report with plots.")]
 
 
@@ -69,7 +75,7 @@ def simulate(
     ] = "best",
     policy: PolicyOption = None,
     variant: VariantOption = "policy-only",
-    slo: SloOption = "ttft=max(1s,3x),itl=50ms",
+    slo: SloOption = "ttft=max(1s, 3x),itl=50ms",
     seeds: SeedsOption = 3,
     find_max: FindMaxFlag = False,
     rate: Annotated[
@@ -79,6 +85,7 @@ def simulate(
     head: HeadOption = 1.0,
     faults: FaultsOption = "",
     agreement: AgreementFlag = False,
+    early_reject: EarlyRejectFlag = False,
     calibrate_from_live: LiveOption = None,
     jobs: JobsOption = None,
     output: OutputOption = "table",
@@ -120,10 +127,12 @@ def simulate(
             jobs=jobs or available_cores(),
             agreement=agreement,
             router_config=setup.router_config,
+            early_reject=early_reject,
         )
         with step_progress("simulating") as report:
             result = run_study(study, report)
-        if trace == "recorded" and calibration:
+        # A search in which no rate was held has nothing to lay beside the recorded run.
+        if trace == "recorded" and calibration and "at_rate" in result["policies"][0]:
             result["live"] = _compare_with_live(calibration, result)
     typer.echo(json.dumps(result, indent=2) if output == "json" else study_text(result))
     if html:
@@ -217,7 +226,7 @@ def _study_setup(
         fleet=fleet,
         fleet_name=fleet_name,
         split=None if split_name == "best" else Split.parse(split_name),
-        slo=Slo.parse(slo_text, fleet.reference),
+        slo=Slo.parse(slo_text, fleet.costs),
         router_config=router_config,
     )
 
@@ -244,7 +253,7 @@ def plan(
         float | None, typer.Option(help="Requests/s to serve. Default: as many as can be.")
     ] = None,
     share: Annotated[float, typer.Option(min=0.5, max=1, help="Of requests in time.")] = 0.99,
-    slo: SloOption = "ttft=max(1s,3x),itl=50ms",
+    slo: SloOption = "ttft=max(1s, 3x),itl=50ms",
     seeds: SeedsOption = 1,
     dispatch: DispatchOption = "timestamp",
     head: HeadOption = 1.0,

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from .common import HERE, AdminClient, AdminUrl, Token, check_output, print_table
+from .common import HERE, AdminClient, AdminUrl, Token, check_output, or_dash, print_table
 
 #: A row is a class or a tenant; MET is the share of its requests that met both targets.
 GOODPUT_COLUMNS = ("GOODPUT", "NAME", "REQUESTS", "MET", "TTFT MET", "ITL MET")
@@ -67,7 +67,7 @@ def status(
 
     Exit code 3 when the cluster is not healthy; `--watch` runs until it is interrupted.
     """
-    check_output(output, *OUTPUTS)
+    check_output(output, OUTPUTS)
     while True:
         cluster = AdminClient(admin, token).get("/admin/v1/cluster")
         show(cluster, output)
@@ -113,7 +113,8 @@ def show(cluster: dict[str, Any], output: str) -> None:
 def headline(cluster: dict[str, Any]) -> str:
     """Return the cluster's state, model, age, load and goodput in one line.
 
-    Behind the state stands why it is not healthy; a Control of an older version says less.
+    Behind the state stands why the cluster is not healthy; an older Control names no reasons but
+    what is missing.
     """
     slo = cluster["slo"]
     missing = [f"missing: {part}" for part in cluster["missing"]]
@@ -127,8 +128,13 @@ def headline(cluster: dict[str, Any]) -> str:
     return (
         f"{cluster['state'].upper()}{why}   model {cluster['model']}   "
         f"up {_duration(cluster['uptime_s'])}   running {cluster['requests']['running']}   "
-        f"goodput {goodput}   slo ttft<={slo['ttft_ms']:g}ms itl<={slo['itl_ms']:g}ms"
+        f"goodput {goodput}   slo ttft<={_ttft_target(slo)} itl<={slo['itl_ms']:g}ms"
     )
+
+
+def _ttft_target(slo: dict[str, Any]) -> str:
+    """Return the TTFT target as it was configured; a Control of an older version has its ms."""
+    return slo.get("ttft") or f"{slo['ttft_ms']:g}ms"
 
 
 def unreached_lines(cluster: dict[str, Any]) -> Iterator[str]:
@@ -137,10 +143,13 @@ def unreached_lines(cluster: dict[str, Any]) -> Iterator[str]:
     A Control of an older version names none.
     """
     for unreached in cluster.get("unreached", []):
+        asked = unreached.get("asked") or f"{unreached['asked_ms']:g}ms"
+        share = unreached.get("reachable_share")
+        times = "" if share is None else f", {share:.3g} times their target"
         yield (
-            f"{unreached['target']}<={unreached['asked_ms']:g}ms is out of reach at this load: "
+            f"{unreached['target']}<={asked} is out of reach at this load: "
             f"{unreached['met_share']:.0%} of {unreached['requests']} requests kept it; "
-            f"95% of the latest got {unreached['reachable_ms']:g}ms"
+            f"95% of the latest got {unreached['reachable_ms']:g}ms{times}"
         )
 
 
@@ -156,9 +165,9 @@ def pool_row(name: str, pool: dict[str, Any]) -> PoolRow:
         queue=str(pool["queue"]),
         running=str(pool["running"]),
         kv_used=f"{pool['kv_used']:.0%}",
-        prefix_hit=_or_dash(pool["prefix_hit"], "{:.0%}"),
-        ttft_p95=_or_dash(pool["ttft_p95_ms"], "{:.0f} ms"),
-        itl_p95=_or_dash(pool["itl_p95_ms"], "{:.1f} ms"),
+        prefix_hit=or_dash(pool["prefix_hit"], "{:.0%}"),
+        ttft_p95=or_dash(pool["ttft_p95_ms"], "{:.0f} ms"),
+        itl_p95=or_dash(pool["itl_p95_ms"], "{:.1f} ms"),
         note="; ".join(pool["notes"]),
     )
 
@@ -194,11 +203,6 @@ def worker_row(worker: dict[str, Any]) -> WorkerRow:
         received=_size(transfer["bytes_received"]),
         failed=str(sum(transfer["failures"].values())),
     )
-
-
-def _or_dash(value: float | None, shape: str) -> str:
-    """Return the value in a format of `str.format`, or a dash where nothing was measured."""
-    return "-" if value is None else shape.format(value)
 
 
 def _duration(seconds: float) -> str:

@@ -29,13 +29,15 @@ from .operations import Operations
 
 log = logging.getLogger(__name__)
 
-ORDERS_LIMIT = 100  #: Orders that `GET /admin/v1/planner` can show, the last ones.
+ORDERS_LIMIT = 100  #: How many orders, the last ones, `GET /admin/v1/planner` shows.
 
 
 class Autopilot:
     """Runs one model's planner and keeps a record of its orders.
 
-    `gpus` is shared by the planners of all models, which plan in turn: one holds `turn`.
+    `gpus` is shared by the planners of all models, which plan one at a time: the one that plans
+    holds the lock `turn`. An order that Operations refuses with an ApiError is recorded, too. One
+    that fails with another error is only logged, and the rest of its turn is left out.
     """
 
     def __init__(
@@ -54,14 +56,17 @@ class Autopilot:
         self._pressure: float | None = None
 
     async def run(self) -> None:
-        """Plan every `scaling.interval_s` until cancelled; return at once if the mode is off."""
+        """Plan every `scaling.interval_s` until cancelled; return at once if the mode is off.
+
+        An error ends one turn and is logged; the next turn observes the fleet anew.
+        """
         while self._settings.mode != "off":
             await asyncio.sleep(self._settings.interval_s)
             try:
                 async with self._turn:
                     await self._plan(time.monotonic())
-            except Exception as error:  # of a peer that is away: the next try may work
-                log.warning("the planner cannot see: %s", str(error) or type(error).__name__)
+            except Exception as error:  # mostly of a peer that is away: the next turn may work
+                log.warning("the planner's turn failed: %s", str(error) or type(error).__name__)
 
     def statistics(self) -> dict[str, Any]:
         """Return what `GET /admin/v1/planner` shows.
@@ -94,18 +99,25 @@ class Autopilot:
         for action in self._planner.handle(observation, now):
             await self._order(action)
             if isinstance(action, ScalePool) and self._settings.mode == "act":
-                # Serve may not have started them yet, or may refuse: the next look says.
+                # The ordered replicas count at once, so that the other models' planners leave them
+                # their GPUs. Serve may start them later or refuse; the next turn corrects this.
                 targets[action.pool] = max(targets[action.pool], action.replicas)
                 self._note_gpus(targets)
 
     def _note_gpus(self, targets: dict[str, int]) -> None:
-        """Tell the other models' planners how many GPUs this model's replicas have."""
+        """Tell the other models' planners how many GPUs this model's replicas have.
+
+        `targets` is how many replicas each pool should have.
+        """
         pools = self._operations.config.pools
         gpus = sum(count * pools.of(pool).tensor_parallel for pool, count in targets.items())
         self._gpus.note(self._model, gpus)
 
     async def _order(self, action: PlannerAction) -> None:
-        """Carry an action out, or check that it could be, and record what became of it."""
+        """Carry an action out, or check that it could be, and record what became of it.
+
+        Errors other than ApiError go on to the caller, and nothing is recorded then.
+        """
         acting = self._settings.mode == "act"
         outcome = "ordered" if acting else "proposed"
         try:

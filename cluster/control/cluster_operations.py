@@ -1,7 +1,7 @@
 """What operators ask of the whole cluster, and which model an order is for.
 
-With one model every order is for that one. With several an order names the model, or a worker, whose
-id only one model has.
+With one model every order is for that one. With several, an order names the model or a worker; a
+worker's id belongs to one model.
 """
 
 from __future__ import annotations
@@ -23,13 +23,24 @@ class ControlledModel(Protocol):
     """One model, as `ModelControl` has it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """By which orders and clients mean the model."""
+        ...
+
     @property
-    def operations(self) -> Operations: ...
+    def operations(self) -> Operations:
+        """Takes orders for the model's pools and workers."""
+        ...
+
     @property
-    def autopilot(self) -> Autopilot: ...
+    def autopilot(self) -> Autopilot:
+        """Changes the pools by itself."""
+        ...
+
     @property
-    def doctor(self) -> Doctor: ...
+    def doctor(self) -> Doctor:
+        """Examines the model's workers and their hosts."""
+        ...
 
 
 class ClusterOperations:

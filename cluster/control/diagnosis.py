@@ -73,10 +73,12 @@ class HostObservation(msgspec.Struct, frozen=True):
 
     @property
     def earliest_offset_s(self) -> float:
+        """Lower end of what the offset can be."""
         return self.offset_s - self.rtt_s / 2
 
     @property
     def latest_offset_s(self) -> float:
+        """Upper end of what the offset can be."""
         return self.offset_s + self.rtt_s / 2
 
 

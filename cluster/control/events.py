@@ -46,7 +46,7 @@ class _ModelFeed:
 
     def new_decisions(self, decisions: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return those of the latest decisions that say something new, the oldest first."""
-        news = [
+        new_decisions = [
             decision
             for decision in reversed(decisions)
             if self._sent_observations.get(decision["number"]) != len(decision["observed"])
@@ -54,11 +54,11 @@ class _ModelFeed:
         self._sent_observations = {
             decision["number"]: len(decision["observed"]) for decision in decisions
         }
-        return news
+        return new_decisions
 
     def new_actions(self, actions: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the actions that were not sent yet, the oldest first."""
-        news = [action for action in actions if action["number"] > self._last_action_number]
-        if news:
-            self._last_action_number = news[-1]["number"]
-        return news
+        new_actions = [action for action in actions if action["number"] > self._last_action_number]
+        if new_actions:
+            self._last_action_number = new_actions[-1]["number"]
+        return new_actions

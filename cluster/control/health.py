@@ -5,7 +5,7 @@ Each reason is a sentence for an operator. What is missing for serving at all, `
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,18 +20,18 @@ MEMORY_MIN_BYTES = 512 << 20  #: With less on Control's host, the kernel may soo
 
 
 @dataclass(frozen=True, slots=True)
-class _FailureCounts:
-    """Failed transfers of each worker and reason, since the worker began."""
+class _FailureSample:
+    """How many transfers had failed when the workers were asked."""
 
-    seen_at: float
-    counts: dict[tuple[str, str], int]
+    asked_at: float  #: Seconds of a monotonic clock.
+    counts: dict[tuple[str, str], int]  #: By worker and reason, since the worker began.
 
 
 class HealthWatch:
     """Compares what workers say now with what they said in the last minute."""
 
     def __init__(self) -> None:
-        self._seen: deque[_FailureCounts] = deque()
+        self._samples: deque[_FailureSample] = deque()
 
     def reasons(
         self,
@@ -53,24 +53,25 @@ class HealthWatch:
         return reasons
 
     def _transfer_reasons(self, workers: Sequence[WorkerStatistics], now: float) -> list[str]:
+        """Return a sentence if too many transfers failed within the window, else nothing."""
         counts = {
             (worker["id"], reason): count
             for worker in workers
             for reason, count in worker.get("transfer", {}).get("failures", {}).items()
             if not any(word in reason for word in EXPECTED_FAILURES)
         }
-        self._seen.append(_FailureCounts(now, counts))
+        self._samples.append(_FailureSample(now, counts))
         # The last look before the window is kept: what has been added since is in the window.
-        while len(self._seen) > 1 and self._seen[1].seen_at <= now - TRANSFER_WINDOW_S:
-            self._seen.popleft()
-        before = self._seen[0].counts
-        added: dict[str, int] = {}
+        while len(self._samples) > 1 and self._samples[1].asked_at <= now - TRANSFER_WINDOW_S:
+            self._samples.popleft()
+        counts_before = self._samples[0].counts
+        new_failures = Counter[str]()  # by reason
         for (worker, reason), count in counts.items():
-            new = count - before.get((worker, reason), 0)
-            if new > 0:
-                added[reason] = added.get(reason, 0) + new
-        total = sum(added.values())
+            new_count = count - counts_before.get((worker, reason), 0)
+            if new_count > 0:
+                new_failures[reason] += new_count
+        total = new_failures.total()
         if total < TRANSFER_FAILURES_MIN:
             return []
-        listed = ", ".join(f"{count} {reason}" for reason, count in sorted(added.items()))
+        listed = ", ".join(f"{count} {reason}" for reason, count in sorted(new_failures.items()))
         return [f"{total} transfers failed within a minute ({listed}): diptych doctor"]

@@ -25,7 +25,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ...router.policies import POLICIES
@@ -132,8 +132,33 @@ def build(
     """
     history = History()
     admin = AdminRoutes(operations, model_orders, metrics_address, history=history)
+    # Starlette's type of a handler takes any Exception; these take their own.
+    handlers: dict[Any, Any] = {
+        ApiError: _answer_api_error,
+        HTTPException: _answer_http_error,
+        Exception: _answer_unexpected_error,
+    }
+    guard = AdminGuard(operations.config.control)
+
+    @contextlib.asynccontextmanager
+    async def recording(_: Starlette) -> AsyncGenerator[None, None]:
+        task = asyncio.create_task(admin.record_history())
+        yield
+        task.cancel()
+
+    application = Starlette(
+        routes=_routes(admin),
+        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
+        exception_handlers=handlers,
+        lifespan=recording,
+    )
+    application.state.history = history
+    return application
+
+
+def _routes(admin: AdminRoutes) -> list[BaseRoute]:
     replica = "/admin/v1/replicas/{replica:path}"
-    routes = [
+    return [
         Route("/health", admin.health),
         Route("/", _to_the_dashboard),
         Route("/dashboard", _dashboard_page),
@@ -159,28 +184,6 @@ def build(
         Route("/admin/v1/history", admin.history),
         *ray_dashboard.routes(),
     ]
-    # Starlette's type of a handler takes any Exception; these take their own.
-    handlers: dict[Any, Any] = {
-        ApiError: _answer_api_error,
-        HTTPException: _answer_http_error,
-        Exception: _answer_unexpected_error,
-    }
-    guard = AdminGuard(operations.config.control)
-
-    @contextlib.asynccontextmanager
-    async def recording(_: Starlette) -> AsyncGenerator[None, None]:
-        task = asyncio.create_task(admin.record_history())
-        yield
-        task.cancel()
-
-    application = Starlette(
-        routes=routes,
-        middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
-        exception_handlers=handlers,
-        lifespan=recording,
-    )
-    application.state.history = history
-    return application
 
 
 async def _to_the_dashboard(_: HttpRequest) -> Response:

@@ -1,33 +1,48 @@
-"""Replica counts on KubeRay, whose operator owns the Serve config: they go into the RayService.
+"""Replica counts and pods on KubeRay, whose operator owns the Serve config.
 
-A count that was set in Serve itself would be reverted when the operator next compares Serve with
-the RayService.
+The operator puts the Serve config to Serve only when its text changes. A count is ordered in an
+annotation of the RayService (`rayservice.py`), and Control makes Serve follow it, also after the
+operator put its own text.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
-from .serve import PoolObservation, PoolScaler, ScaleError, ServePools, with_replica_counts
+from . import rayservice
+from .rayservice import KubernetesObject
+from .serve import PoolObservation, PoolScaler, ScaleError, ServePools
+
+log = logging.getLogger(__name__)
 
 #: Environment variable with the RayService's name; the chart sets it on the head's pod.
 RAYSERVICE_VARIABLE = "DIPTYCH_RAYSERVICE"
+#: Environment variable with the name of the Ray cluster that a pod belongs to; KubeRay sets it.
+RAYCLUSTER_VARIABLE = "RAY_CLUSTER_NAME"
 #: Where Kubernetes puts a pod's namespace, its token and the authority of the API server.
 ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 PATCH_ATTEMPTS = 3  #: Somebody else may change the RayService at the same time.
 REQUEST_TIMEOUT_S = 10.0  #: For one answer of Kubernetes.
+FOLLOW_INTERVAL_S = 5.0  #: Between two looks at the RayService.
+APPLY = "application/apply-patch+yaml"
+JSON_PATCH = "application/json-patch+json"
 
 
 class KubeRayPools:
-    """The `PoolScaler` that observes the pools in Serve and sets their counts in the RayService.
+    """The `PoolScaler` that observes the pools in Serve and orders their counts in the RayService.
 
-    `name` is the RayService's, `application` that of the model in Serve. `server_url` is that of Kubernetes' API server; None: the one that
-    this pod's environment names. `resize` raises ScaleError where Kubernetes refuses.
+    `name` is the RayService's, `application` that of the model in Serve. `server_url` is that of
+    Kubernetes' API server; None: the one that this pod's environment names. `serve_pools` sets the
+    counts in Serve. `resize` raises ScaleError where Kubernetes refuses, or has no slots for so many
+    replicas.
     """
 
     def __init__(
@@ -36,44 +51,120 @@ class KubeRayPools:
         application: str,
         account_folder: Path = ACCOUNT_FOLDER,
         server_url: str | None = None,
+        *,
+        serve_pools: PoolScaler | None = None,
     ) -> None:
         self._name = name
-        self._application = application
         self._account_folder = account_folder
         self._server_url = server_url or _server_url_of_this_pod()
-        self._serve_pools = ServePools(application)
+        self._serve_pools = serve_pools or ServePools(application)
+        #: Which pods are missing, when Control last looked; empty if none is.
+        self._pod_shortage = ""
 
     async def observe(self) -> dict[str, PoolObservation]:
-        return await self._serve_pools.observe()
+        """Return what Serve says; a pool that lacks replicas also says which pods are missing."""
+        pools = await self._serve_pools.observe()
+        for name, pool in pools.items():
+            if len(pool.running) < pool.target and not pool.message:
+                pools[name] = pool._replace(message=self._pod_shortage)
+        return pools
 
     async def resize(self, counts: dict[str, int]) -> None:
         for _ in range(PATCH_ATTEMPTS):
-            if await self._patch(counts):
+            if await self._order(counts):
+                await self._serve_pools.resize(counts)
                 return
         raise ScaleError(
             f"RayService {self._name} was changed by others at the same time; try again"
         )
 
-    async def _patch(self, counts: dict[str, int]) -> bool:
-        """Set the counts in the version of the RayService that is current now.
+    async def _order(self, counts: dict[str, int]) -> bool:
+        """Write the order into the version of the RayService that is current now.
 
         Return False if somebody else changed the RayService in between.
         """
-        namespace = (self._account_folder / "namespace").read_text().strip()
-        path = f"/apis/ray.io/v1/namespaces/{namespace}/rayservices/{self._name}"
         async with self._client() as client:
-            response = await client.get(path)
-            _raise_if_refused(response)
-            rayservice = response.json()
+            present = await self._get(client, "rayservices", self._name)
+            refusal = rayservice.slots_refusal(present, counts)
+            if refusal:
+                raise ScaleError(refusal)
             response = await client.patch(
-                path,
-                json=_patch_of(rayservice, self._application, counts),
-                headers={"content-type": "application/merge-patch+json"},
+                self._path("rayservices", self._name),
+                params={"fieldManager": rayservice.FIELD_MANAGER, "force": "true"},
+                json=rayservice.scale_patch(present, counts),
+                headers={"content-type": APPLY},
             )
             if response.status_code == httpx.codes.CONFLICT:
                 return False
             _raise_if_refused(response)
             return True
+
+    async def follow(self, record: Callable[[str, str], None]) -> None:
+        """Make Serve and the Ray cluster follow the RayService, until cancelled.
+
+        `record` gets the name and the content of each action.
+        """
+        while True:
+            try:
+                await self.follow_once(record)
+            except Exception as error:  # Serve, Kubernetes and the network raise many types
+                log.warning(
+                    "the RayService is not followed: %s", str(error) or type(error).__name__
+                )
+            await asyncio.sleep(FOLLOW_INTERVAL_S)
+
+    async def follow_once(self, record: Callable[[str, str], None]) -> None:
+        """Look once, and change what differs. Raises ScaleError and whatever Ray raises."""
+        async with self._client() as client:
+            present = await self._get(client, "rayservices", self._name)
+            await self._follow_pods(client, present, record)
+        await self._follow_counts(present, record)
+
+    async def _follow_pods(
+        self,
+        client: httpx.AsyncClient,
+        present: KubernetesObject,
+        record: Callable[[str, str], None],
+    ) -> None:
+        cluster_name = os.environ.get(RAYCLUSTER_VARIABLE)
+        if not cluster_name or rayservice.upgrade_is_under_way(present):
+            return
+        cluster = await self._get(client, "rayclusters", cluster_name)
+        self._pod_shortage = rayservice.pod_shortage(cluster)
+        changes = rayservice.group_changes(present, cluster)
+        if not changes:
+            return
+        response = await client.patch(
+            self._path("rayclusters", cluster_name),
+            params={"fieldManager": rayservice.FIELD_MANAGER},
+            content=json.dumps(rayservice.group_patch(cluster, changes)),
+            headers={"content-type": JSON_PATCH},
+        )
+        _raise_if_refused(response)
+        record("pods", ", ".join(str(change) for change in changes))
+
+    async def _follow_counts(
+        self, present: KubernetesObject, record: Callable[[str, str], None]
+    ) -> None:
+        pools = await self._serve_pools.observe()
+        counts: dict[str, int] = {}
+        for name, count in rayservice.wanted_counts(present).items():
+            # Serve has no target before the operator has deployed the application.
+            if pools[name].target not in (0, count):
+                counts[name] = count
+        if counts:
+            await self._serve_pools.resize(counts)
+            listed = ", ".join(f"{name}={count}" for name, count in counts.items())
+            record("scale", f"{listed}, as RayService {self._name} says")
+
+    async def _get(self, client: httpx.AsyncClient, kind: str, name: str) -> KubernetesObject:
+        response = await client.get(self._path(kind, name))
+        _raise_if_refused(response)
+        return response.json()
+
+    def _path(self, kind: str, name: str) -> str:
+        namespace = (self._account_folder / "namespace").read_text().strip()
+        return f"/apis/ray.io/v1/namespaces/{namespace}/{kind}/{name}"
 
     def _client(self) -> httpx.AsyncClient:
         # The token is read for each client, as Kubernetes renews it.
@@ -86,21 +177,6 @@ class KubeRayPools:
             verify=verify,
             timeout=REQUEST_TIMEOUT_S,
         )
-
-
-def _patch_of(
-    rayservice: dict[str, Any], application: str, counts: dict[str, int]
-) -> dict[str, Any]:
-    """Return a merge patch that Kubernetes refuses if `rayservice` is no longer the newest.
-
-    The resource version in it makes Kubernetes compare. The Serve config is YAML text in one field.
-    """
-    config = yaml.safe_load(rayservice["spec"]["serveConfigV2"])
-    config["applications"] = with_replica_counts(config["applications"], application, counts)
-    return {
-        "metadata": {"resourceVersion": rayservice["metadata"]["resourceVersion"]},
-        "spec": {"serveConfigV2": yaml.safe_dump(config, sort_keys=False)},
-    }
 
 
 def _raise_if_refused(response: httpx.Response) -> None:
@@ -121,7 +197,7 @@ def _server_url_of_this_pod() -> str:
 
 
 def find_pool_scaler(application: str) -> PoolScaler:
-    """Return what sets the counts of a model's application: the RayService in a KubeRay pod, Serve anywhere else."""
+    """Return what sets the counts of a model's application: in a KubeRay pod, the RayService."""
     if runs_on_kuberay():
         return KubeRayPools(os.environ[RAYSERVICE_VARIABLE], application)
     return ServePools(application)

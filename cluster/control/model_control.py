@@ -15,7 +15,7 @@ from ..telemetry import ControlTally
 from ..telemetry.page import MetricRow
 from .autopilot import Autopilot
 from .doctor import Doctor
-from .kuberay import find_pool_scaler
+from .kuberay import KubeRayPools, find_pool_scaler
 from .operations import Operations
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,16 @@ class ModelControl:
         *,
         planning: SharedPlanning,
     ) -> None:
-        """Begins to watch the model `name`. `control` is this Control's name in the cluster."""
+        """Begin to watch the model `name`, and to plan for it.
+
+        `config` is the tree by which the model is served. `control` is this Control's name in the
+        cluster.
+        """
         self.name = name
-        self._planning = planning
         self.application_name = application.name
-        # Connections to the router and to every worker; a peer that is silent for `silence_s` is
-        # given up.
+        self._planning = planning
+        #: The connections to the router and to every worker. A peer that is silent for `silence_s`
+        #: is given up.
         self.plane = Plane(
             control,
             config.secret,
@@ -67,9 +71,12 @@ class ModelControl:
             loop.create_task(self._count_replicas()),
             loop.create_task(self.autopilot.run()),
         ]
+        if isinstance(self._pool_scaler, KubeRayPools):
+            following = self._pool_scaler.follow(self.operations.record_action)
+            self._tasks.append(loop.create_task(following))
 
     async def close(self) -> None:
-        """Ends the planner and the connections."""
+        """End the planner and the connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -77,7 +84,7 @@ class ModelControl:
         await self.plane.close()
 
     def metric_rows(self) -> Iterator[MetricRow]:
-        """Yield the rows of Control's page, with the model's label."""
+        """Return the model's rows of Control's page of metrics, with the model's label."""
         labels = {"model": self.name}
         return (row._replace(base_labels=labels) for row in self._tally.rows())
 

@@ -36,14 +36,22 @@ REMOVE_POLL_S = 0.5
 
 
 class LeavingModel(Protocol):
-    """What is needed of a `ModelControl` that goes."""
+    """What is needed of a `ModelControl` whose model is to be removed."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """By which clients mean the model."""
+        ...
+
     @property
-    def application_name(self) -> str: ...
+    def application_name(self) -> str:
+        """The name of the model's application in Serve."""
+        ...
+
     @property
-    def plane(self) -> Plane: ...
+    def plane(self) -> Plane:
+        """The connection to the model's router, which knows whether gateways need it."""
+        ...
 
 
 class ModelOrders:
@@ -123,12 +131,12 @@ class ModelOrders:
         """Return why no model may be added under that name, or None."""
         if not slug_of(name):
             return f"{name!r} has neither a letter nor a digit"
-        taken = {
-            known
+        other_names = {
+            other_name
             for model in self._operations.models.values()
-            for known in (model.name, *model.operations.config.model.served_names)
+            for other_name in (model.name, *model.operations.config.model.served_names)
         }
-        repeated = {name, *config.model.served_names} & taken
+        repeated = {name, *config.model.served_names} & other_names
         if repeated:
             return f"another model has the name {', '.join(sorted(repeated))}"
         if config.router.classes != self._config.router.classes:
@@ -136,6 +144,10 @@ class ModelOrders:
         return None
 
     async def _finish(self, model: LeavingModel) -> None:
+        """Wait until no gateway is connected to the model's router, then delete the application.
+
+        Where Serve refuses, a warning is logged: the next Control tries again.
+        """
         try:
             for _ in range(int(REMOVE_LIMIT_S / REMOVE_POLL_S)):
                 await asyncio.sleep(REMOVE_POLL_S)

@@ -64,7 +64,7 @@ class Operations:
             pool: PoolObservation(target=0, running=[], starting=[], stopping=[])
             for pool in POOL_DEPLOYMENTS
         }
-        self._serve_answers = True  #: when it was last asked
+        self._serve_answers = True  #: False if Serve did not answer when it was last asked.
         self._health = HealthWatch()
         #: Held while an order is judged and carried out.
         self._order_lock = asyncio.Lock()
@@ -80,7 +80,7 @@ class Operations:
             memory_bytes=available_memory(),
             now=time.monotonic(),
         )
-        summary = summarize(self.config, pools, router, workers, reasons)
+        summary = summarize(self.config, pools, router, workers, reasons=reasons)
         summary["control"] = {"id": self.plane.hello.name, "pid": os.getpid()}
         return summary
 

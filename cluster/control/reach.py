@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from math import sqrt
 from typing import Any
 
+from ...protos.targets import format_time
+
 REACH_SHARE = 0.9  #: of requests that must meet a target for it to be in reach
 DEVIATIONS = 1.96  #: of a normal distribution: 95 % are within
 
@@ -26,18 +28,21 @@ class UnreachedTarget:
     """A target that too few requests meet."""
 
     target: str  #: ttft or itl
-    asked_ms: float  #: the target itself, as the configuration has it
+    asked: str  #: the target itself, as in `max(1s, 3x)` or `30ms`
+    asked_ms: float  #: the same in ms; of a target that depends on the request, its fixed part
     met_share: float  #: of the requests in the goodput window
     requests: int
     reachable_ms: float  #: what 95 % of the latest requests got
+    #: the same as times each request's own target; None: the router does not say
+    reachable_share: float | None = None
 
 
 def find_unreached_targets(
-    slo: Mapping[str, float], router: Mapping[str, Any]
+    slo: Mapping[str, Any], router: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Return the targets out of reach, as they stand in the cluster's status.
 
-    `slo` has the targets in ms, `router` is the router's statistics. A target is left out while
+    `slo` is `SloConfig.summary`, `router` is the router's statistics. A target is left out while
     nothing is known: no request in the window, or no latency of the latest ones.
     """
     recent = router.get("recent") or {}
@@ -53,11 +58,18 @@ def find_unreached_targets(
         if upper_share(met / requests, requests) >= REACH_SHARE or reachable_ms is None:
             continue
         # Misses may be refusals, while those that were served got what was asked for.
-        if reachable_ms <= slo[setting]:
+        reachable_share = recent.get("ttft_share_p95") if target == "ttft" else None
+        if reachable_share is None:
+            got_what_was_asked = reachable_ms <= slo[setting]
+        else:  # each request has a target of its own
+            got_what_was_asked = reachable_share <= 1
+        if got_what_was_asked:
             continue
         finding = UnreachedTarget(
             target=target,
+            asked=slo["ttft"] if target == "ttft" else format_time(slo["itl_ms"] / 1e3),
             asked_ms=slo[setting],
+            reachable_share=reachable_share,
             met_share=round(met / requests, 4),
             requests=requests,
             reachable_ms=round(reachable_ms, 1),

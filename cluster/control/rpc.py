@@ -1,7 +1,9 @@
 """The admin API over gRPC: `diptych.v1.Admin` on a port of its own, with the admin key.
 
-Each method checks the key, calls `Operations` as `http.py` does, and puts the answer into a
-message. Any `ApiError` ends the call with the status that the gateway's table of errors gives it.
+Each method of the API checks the key, calls `ClusterOperations` as `http.py` does, and puts the
+answer into a message. Any `ApiError` ends the call with the status that the gateway's table of
+errors gives it. Beside the API, the server answers `Check` of gRPC's health service without a key,
+and has gRPC's reflection.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from .http import BIND_RETRY_S, BIND_TIMEOUT_S, AdminGuard
 
 log = logging.getLogger(__name__)
 
-SERVICE = "diptych.v1.Admin"
-REQUEST_BYTES_LIMIT = 1 << 16  #: Requests are names and counts; a longer one is refused.
+SERVICE = "diptych.v1.Admin"  #: The API's name in gRPC.
+#: The longest request message, 64 KiB: requests are names and counts. A longer one is refused.
+REQUEST_BYTES_LIMIT = 1 << 16
 
 Reply = TypeVar("Reply")
 Message = TypeVar("Message")
@@ -119,7 +122,7 @@ class AdminService:
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     async def _call(self, context: Any, work: Callable[[], Awaitable[Reply]]) -> Reply:
-        """Return `work`'s result if the caller has the key; end the call with a status if not."""
+        """Return `work`'s result; end the call with a status if the key is wrong or `work` fails."""
         authorization = dict(context.invocation_metadata() or ()).get("authorization", "")
         if not isinstance(authorization, str):  # binary metadata comes as bytes
             authorization = ""
@@ -136,7 +139,7 @@ class AdminService:
 
 
 def pools_of(status: dict[str, Any]) -> dict[str, Any]:
-    """Return the pools of a status: of several models by model and pool, `qwen/prefill`."""
+    """Return the pools of a status by pool; of several models by both names, `qwen/prefill`."""
     models = status["models"]
     if len(models) == 1:
         pools: dict[str, Any] = status["pools"]
@@ -204,5 +207,5 @@ def _typed(message_type: type[Message], values: dict[str, Any]) -> Message:
 
 
 def _struct(values: dict[str, Any]) -> Struct:
-    """Return the values as a message without fields of its own: protobuf's form of JSON."""
+    """Return the values as a `Struct`, protobuf's form of a JSON object."""
     return json_format.Parse(json.dumps(values), Struct())

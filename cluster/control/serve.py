@@ -66,22 +66,31 @@ def with_replica_counts(
 ) -> list[dict[str, Any]]:
     """Return a copy of Serve's application configs in which only the replica counts differ.
 
-    `counts` maps pools of the application `name` to replicas. Raises ScaleError where it is
-    missing.
+    `counts` maps pools of the application `name` to replicas. Raises ScaleError if there is no such
+    application.
     """
     changed = copy.deepcopy(applications)
-    application = _find_by_name(changed, name)
+    for pool, count in counts.items():
+        _deployment_config(changed, name, POOL_DEPLOYMENTS[pool])["num_replicas"] = count
+    return changed
+
+
+def _deployment_config(
+    applications: list[dict[str, Any]], name: str, deployment_name: str
+) -> dict[str, Any]:
+    """Return the config of a deployment of the application `name`, an empty one if it has none.
+
+    Raises ScaleError if there is no such application.
+    """
+    application = _find_by_name(applications, name)
     if application is None:
         raise ScaleError(f"Serve runs no application {name!r} that was deployed by a config")
     deployments = application.setdefault("deployments", [])
-    for pool, count in counts.items():
-        deployment_name = POOL_DEPLOYMENTS[pool]
-        deployment = _find_by_name(deployments, deployment_name)
-        if deployment is None:
-            deployment = {"name": deployment_name}
-            deployments.append(deployment)
-        deployment["num_replicas"] = count
-    return changed
+    deployment = _find_by_name(deployments, deployment_name)
+    if deployment is None:
+        deployment = {"name": deployment_name}
+        deployments.append(deployment)
+    return deployment
 
 
 def _find_by_name(configs: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
@@ -92,7 +101,8 @@ def pool_observations(details: dict[str, Any], name: str) -> dict[str, PoolObser
     """Return what the details of Serve's instance say of each pool of the application `name`."""
     deployments = details["applications"].get(name, {}).get("deployments", {})
     return {
-        pool: _observe_deployment(deployments.get(name)) for pool, name in POOL_DEPLOYMENTS.items()
+        pool: _observe_deployment(deployments.get(deployment_name))
+        for pool, deployment_name in POOL_DEPLOYMENTS.items()
     }
 
 
@@ -143,8 +153,6 @@ class ServePools:
 #: Held while the applications are read, changed and applied: two orders at once, for two models,
 #: would take each other's changes back.
 _changing = asyncio.Lock()
-
-
 #: Makes new application configs of those that there are.
 ApplicationsChange = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
@@ -191,13 +199,5 @@ def with_leaving(applications: list[dict[str, Any]], name: str) -> list[dict[str
     Raises ScaleError if there is no such application.
     """
     changed = copy.deepcopy(applications)
-    application = _find_by_name(changed, name)
-    if application is None:
-        raise ScaleError(f"Serve runs no application {name!r} that was deployed by a config")
-    deployments = application.setdefault("deployments", [])
-    router = _find_by_name(deployments, ROUTER_DEPLOYMENT)
-    if router is None:
-        router = {"name": ROUTER_DEPLOYMENT}
-        deployments.append(router)
-    router["user_config"] = {LEAVING: True}
+    _deployment_config(changed, name, ROUTER_DEPLOYMENT)["user_config"] = {LEAVING: True}
     return changed

@@ -30,14 +30,18 @@ def summarize(
     pools: dict[str, PoolObservation],
     router: RouterStatistics | None,
     workers: list[WorkerStatistics],
+    *,
     reasons: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the status of the cluster; `router` is None when no router answers.
 
     `state` is degraded when no request can be served, a pool has fewer ready workers than it should
-    have, or there are other `reasons` (`health.HealthWatch`); "reasons" has them all. Draining and flipping workers count as the pool's, because the pool lacks no worker
-    while they change; but they serve no request meanwhile, so a role that only they have is in
-    `missing`. A leaving worker counts for neither: its process is about to end.
+    have, or there are other `reasons` (`health.HealthWatch`); the status names them all.
+
+    A draining or flipping worker counts as its pool's, because the pool lacks no worker while one
+    changes. It serves no request meanwhile, so a role that only such workers have is `missing`.
+    A leaving worker counts for neither: its process is about to end.
+
     `unreached` are targets that are out of reach at the present load.
     """
     router_values = dict(router or {})
@@ -55,6 +59,8 @@ def summarize(
         for pool, summary in pool_summaries.items()
         if summary["ready"] < summary["target"]
     ]
+    if 0 < len(gateways) < config.gateway.replicas:
+        all_reasons.append(f"gateways: {len(gateways)} of {config.gateway.replicas}")
     all_reasons += reasons
     request_counts = Counter[str]()
     for gateway in gateways:
@@ -66,8 +72,8 @@ def summarize(
         "reasons": all_reasons,
         "model": gateways[0]["model"] if gateways else config.model.name,
         "uptime_s": max((gateway["uptime_s"] for gateway in gateways), default=0.0),
-        "slo": config.slo.model_dump(),
-        "unreached": find_unreached_targets(config.slo.model_dump(), router_values),
+        "slo": config.slo.summary(),
+        "unreached": find_unreached_targets(config.slo.summary(), router_values),
         "requests": {name: request_counts[name] for name in REQUEST_COUNTS},
         "pools": pool_summaries,
         "gateways": gateways,
@@ -79,9 +85,9 @@ def summarize(
 def summarize_models(statuses: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the status of the cluster from those of its models, by name; there is at least one.
 
-    `models` has each model's own. What stands beside it is that of the first model, but for what
-    is of all: the state, what is missing, requests, gateways and workers. With several models what
-    is missing, and each worker, says whose it is.
+    `models` has each model's own. Beside it, state, missing parts, reasons, requests, gateways and
+    workers are those of all models; other values are the first model's. With several models each
+    missing part, reason and worker says whose it is.
     """
     first = next(iter(statuses.values()))
     if len(statuses) == 1:
@@ -118,14 +124,15 @@ def _joined_gateways(statuses: list[dict[str, Any]]) -> list[GatewayStatistics]:
     joined: dict[str, GatewayStatistics] = {}
     for status in statuses:
         for gateway in status["gateways"]:
-            known = joined.get(gateway["id"])
-            if known is None:
+            gateway_so_far = joined.get(gateway["id"])
+            if gateway_so_far is None:
                 joined[gateway["id"]] = gateway
                 continue
             requests = {
-                name: known["requests"][name] + gateway["requests"][name] for name in REQUEST_COUNTS
+                name: gateway_so_far["requests"][name] + gateway["requests"][name]
+                for name in REQUEST_COUNTS
             }
-            joined[gateway["id"]] = {**known, "requests": requests}
+            joined[gateway["id"]] = {**gateway_so_far, "requests": requests}
     return list(joined.values())
 
 

@@ -47,9 +47,9 @@ DecisionRecord = dict[str, Any]
 class WhatIfScenario(NamedTuple):
     """A policy, workers of each role, and a load to simulate."""
 
-    policy: str
-    prefill: int
-    decode: int
+    policy: str  #: A key of `POLICIES`.
+    prefill: int  #: Workers of that role.
+    decode: int  #: Workers of that role.
     #: Times as many requests as there were, in the same pattern.
     load: float = 1.0
 
@@ -214,8 +214,8 @@ def _simulated_run(
         Fleet(((hardware, split.replicas),)),
         split,
         replace(config, policy=scenario.policy, settle_s=SETTLE_S, decisions=0),
-        # The configured targets for all; the TTFT target is no multiple of a prefill.
-        Slo(config.ttft_s, 0.0, config.itl_s),
+        # The configured targets for all, whatever a request, its class or its tenant names.
+        Slo(config.ttft_target, config.itl_s, (hardware.cost,)),
     )
     workload = trace.workload(trace.rate * scenario.load, 0)
     outcomes = Simulation(setting, trace).run(workload)

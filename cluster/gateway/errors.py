@@ -71,6 +71,8 @@ ERROR_KINDS = {
     "kv_transfer_failed": ErrorKind(
         502, grpc.StatusCode.UNAVAILABLE, "server_error", retryable=True
     ),
+    # Workers ended under this request, each at the same place: it would end further ones.
+    "worker_crashed": ErrorKind(500, grpc.StatusCode.INTERNAL, "server_error", retryable=False),
     "internal": ErrorKind(500, grpc.StatusCode.INTERNAL, "server_error", retryable=False),
 }
 
@@ -130,6 +132,8 @@ class ApiError(Exception):
         if self.reason in ("slow_body", "too_large", "unsupported_media_type"):
             # The rest of the body is never read, so the connection cannot be used again.
             headers["connection"] = "close"
+        if self.reason == "worker_crashed":
+            headers["x-should-retry"] = "false"  # else OpenAI's clients try a 500 again at once
         if self.retry_after_s is not None:
             headers["retry-after"] = f"{self.retry_after_s:.0f}"
         return headers

@@ -63,7 +63,9 @@ class Gateway:
         name = f"gateway/{serve.get_replica_context().replica_id.unique_id}"
         logs.configure(settings.observability.log, "gateway")
         self.service = GatewayService(settings, name)
-        await self.service.metrics.start(node_host())
+        host = node_host()
+        await self.service.metrics.start(host)
+        await self.service.peers.start(host)
         finding = find_models if models is None else _naming(models)
         self._directory = ModelDirectory(settings, self.service, finding, name)
         await self._directory.start()
@@ -77,7 +79,7 @@ class Gateway:
         self.Check = calls.Check
         self._servers: list[ListeningServer] = []  #: None of its own if Serve's proxies listen.
         if settings.gateway.listen == "gateway":
-            listener = HttpListener(self._app, settings.gateway)
+            listener = HttpListener(self._app, settings.gateway, self.service.peers.tag)
             self._servers = [listener, await rpc.listen(calls, settings.gateway)]
             await listener.start()
         gc.collect()

@@ -63,6 +63,8 @@ class ModelDirectory:
             # The plane is there before the model, which is looked up when this is called.
             statistics=lambda: model.statistics(self._service.metrics.address),
             close=self._service.end_requests,
+            address=self._service.peers.address,
+            on_gateways=lambda cards: self._service.peers.update(plane, cards),
         )
         model = ServedModel(
             config, files, checkpoint.name, plane, facilities=self._service.facilities
@@ -85,3 +87,4 @@ class ModelDirectory:
             await asyncio.sleep(LEAVE_POLL_S)
         await model.end_requests()
         await model.close()
+        self._service.peers.forget_router(model.plane)

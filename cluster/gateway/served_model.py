@@ -13,8 +13,8 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,20 +36,22 @@ from .attempt.generator import Generator
 from .attempt.partitions import CachePartitions
 from .attempt.plane import Plane
 from .attempt.request import EndReason, PushSink, Request, SinkError
-from .attempt.shelf import Shelf
+from .attempt.resume import Resume
+from .attempt.shelf import Shelf, digest_of
 from .attempt.terms import Terms
 from .capacity import GatewayCapacity
 from .edge.keys import AccessControl
 from .errors import ApiError
+from .peers import GatewayPeers
 from .text.answers import Output
 from .text.grammars import GrammarChecks
 from .text.templates import NotAtOnceError
 from .text.tokenizer import ChatTokenizer, TokenizedPrompt
 
-CLOSE_S = 0.5  #: for open answers to get their last error out when the gateway ends
-CLOSE_POLL_S = 0.01  #: how often it is looked whether they have
-#: The router answers a request within its own limit; one that it left without an answer for so
-#: many seconds beyond is given up.
+CLOSE_S = 0.5  #: Open answers have this long to send their last error when the gateway ends.
+CLOSE_POLL_S = 0.01  #: Seconds between two looks at whether they have sent it.
+#: The router has time limits for placing a request, and refuses one that reaches its limit. The
+#: gateway waits so many seconds longer, so that the router's own answer comes first.
 PLACE_MARGIN_S = 5.0
 
 
@@ -90,6 +92,7 @@ class GatewayFacilities:
 
     door: AccessControl  #: Who may call, and how much at a time.
     capacity: GatewayCapacity
+    peers: GatewayPeers  #: The other gateways, which may keep an answer that a client wants.
     tracer: Tracer | None = None  #: None: nothing is traced.
 
 
@@ -99,7 +102,7 @@ class ModelFiles:
 
     text: ChatTokenizer  #: Turns conversations into token ids, and ids into text.
     limits: ModelLimits
-    #: Of the hashes by which cached prefixes are found: other weights have other hashes.
+    #: Goes into the hashes by which cached prefixes are found: other weights have other hashes.
     salt: bytes
     grammars: GrammarChecks
 
@@ -152,9 +155,13 @@ class ServedModel:
         self.text = files.text
         self.limits = files.limits
 
+        # The generator looks every `place_timeout_s` whether a router is connected. If none is, it
+        # ends the request: nobody has the request in a queue.
         place_timeout_s = config.router.queue_ttl_s + PLACE_MARGIN_S
-        # A router that is connected gives a request up before this: at GIVE_UP_FACTOR times the
-        # longest wait for which it takes one in. Past it, the answer was lost.
+        # A connected router may keep a request queued for longer while its workers are busy, up to
+        # GIVE_UP_FACTOR times `background_wait_s`; then it refuses the request. So if it has said
+        # nothing in `place_limit_s`, which is longer, its answer was lost. (For a request with a
+        # later TTFT target of its own, the generator waits longer.)
         place_limit_s = place_timeout_s + GIVE_UP_FACTOR * config.router.background_wait_s
         self.generator = Generator(
             plane, config.gateway.max_attempts, place_timeout_s, place_limit_s
@@ -164,13 +171,14 @@ class ServedModel:
         self._partitions = CachePartitions(config.secret)
 
         self.tally = GatewayTally(config, list(config.router.classes or CLASSES))
+        # The parsers of answers count flawed tool calls there, and the tally's page shows them.
         self.tally.call_flaws = self.text.call_flaws
         self._created = time.time()  #: Seconds since 1970, for clients and for the uptime.
         self._live: set[str] = set()  #: Ids on the wire of the requests that run.
         self.started = 0  #: Requests that ran, or run.
         self.finished = 0  #: Requests whose answers are complete.
         self.good = 0  #: Requests that met both targets: to the first token, and between tokens.
-        self.refused = 0  #: Requests that ended with an error.
+        self.refused = 0  #: Requests that ended with an error, a defect's included.
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -206,7 +214,48 @@ class ServedModel:
         )
         if terms.arrived_s:
             request.times.arrived_s = terms.arrived_s
-        return self.shelf.find(request, body.output(), terms.resume), prompt
+        output = body.output()
+        resume = await self._fetch_kept(request, output)
+        return self.shelf.find(request, output, resume), prompt
+
+    async def _fetch_kept(self, request: Request, output: Output) -> Resume:
+        """Gives the request what is kept of its answers elsewhere: by a gateway, or by its client.
+
+        Returns what the client says of coming back, with `keep_generating` also set if the other
+        gateway generated the answers without a reader. The other gateways are asked only if the
+        client says that it comes back, or if one that lives gave the request its id; otherwise
+        every new request would have to ask all of them. Raises ApiError.
+        """
+        resume = request.terms.resume
+        peers = self._facilities.peers
+        comes_back = bool(resume.cursors) or peers.gave(request.id)
+        if comes_back and peers.gateways > 1 and self.shelf.lacks(request):
+            tenant = request.terms.tenant
+            digest = digest_of(request, output)
+            taken = await peers.take_answer(self.name, tenant, request.id, digest)
+            if taken is not None:
+                request.adopt_taken(taken)
+                return replace(resume, keep_generating=resume.keep_generating or taken.goes_on)
+        if resume.token_ids:
+            self._check_received(resume.token_ids, request.sampling)
+            request.answers[0].journal = [frames.Token(id) for id in resume.token_ids]
+        return resume
+
+    def _check_received(self, token_ids: Sequence[int], sampling: frames.Sampling) -> None:
+        """Raises ApiError for ids that cannot be the beginning of an answer."""
+        message = ""
+        if sampling.n > 1:
+            message = "only an answer that is alone goes on behind its ids (n: 1)"
+        elif len(token_ids) >= sampling.max_tokens:
+            message = f"{len(token_ids)} ids of {sampling.max_tokens}: the answer is complete"
+        elif max(token_ids) >= self.text.vocabulary_size:
+            message = f"{max(token_ids)} is no id of this model"
+        if message:
+            raise ApiError("invalid_request", f"resume_token_ids: {message}", "resume_token_ids")
+
+    def give_answer(self, frame: frames.TakeAnswer) -> frames.AnswerTaken:
+        """Gives kept answers to another gateway, whose client has come back there."""
+        return self.shelf.give(frame)
 
     async def _prompt_of(self, body: PromptBody) -> TokenizedPrompt:
         """Returns the prompt of a body that was checked. Raises ApiError."""
@@ -255,6 +304,7 @@ class ServedModel:
         except SinkError:
             raise  # counts as a client that left
         except Exception:
+            self.refused += 1
             end_reason = "internal"
             status = 500
             raise
@@ -271,9 +321,9 @@ class ServedModel:
     def _account(self, request: Request, end_reason: str, status: int) -> frames.RequestOutcome:
         """Counts what the request was like for its client.
 
-        Goodput and latencies count once for each request, though its client may come back.
-        `end_reason` and `status` are those of a request without a complete answer. The router gets
-        the outcome too.
+        Goodput and latencies count once for each request, though its client may come back, and the
+        router gets the outcome once. A later run counts with its status only. `end_reason` and
+        `status` are those of a request without a complete answer.
         """
         if request.finish_reason:
             self.finished += 1
@@ -281,14 +331,15 @@ class ServedModel:
             status = CODE_COMPLETE
         outcome = outcome_of(request, end_reason)
         if request.accounted:
+            # This counts no more than the status, which may also be that of a complete answer.
             self.tally.count_refused(status, request.terms.slo_class)
             return outcome
 
         request.accounted = True
         self.tally.count_ended(request, outcome, status)
         slo = self.config.slo
-        # Both targets in seconds; they are those of the configuration where the request names none.
-        self.good += judge(outcome, slo.ttft_ms / 1e3, slo.itl_ms / 1e3) == "both"
+        # Whatever was placed has its targets in the outcome. What was not, met none.
+        self.good += judge(outcome, slo.ttft_target.least_s, slo.itl_ms / 1e3) == "both"
         self.plane.link.send(outcome)
         return outcome
 
@@ -301,7 +352,7 @@ class ServedModel:
             await asyncio.sleep(CLOSE_POLL_S)
 
     async def close(self) -> None:
-        """Ends the kept answers, the connections and the processes, behind the requests."""
+        """Ends kept answers, connections and processes; is called after `end_requests`."""
         self.shelf.close()
         await self.plane.close()
         self._files.close()

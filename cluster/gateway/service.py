@@ -12,17 +12,20 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...protos import frames
 from ...router.config import CLASSES
 from ..config import ClusterConfig
 from ..telemetry import Exporter
 from ..telemetry.gateway_metrics import OTHER_CLASS
 from ..telemetry.page import MetricRow
 from ..telemetry.tracing import tracer_of
+from .apis.response_finder import ResponseFinder, answer_peer
 from .apis.response_store import ResponseStore
 from .apis.schema import Reading
 from .capacity import GatewayCapacity
 from .edge.keys import AccessControl
 from .errors import ApiError
+from .peers import GatewayPeers
 from .served_model import GatewayFacilities, ServedModel
 
 INSPECTION_AGE_S = 0.05  #: A page of metrics may show numbers of routers and workers of this age.
@@ -45,16 +48,20 @@ class GatewayService:
         self.door = AccessControl(
             Path(keys_file) if keys_file else None, config.gateway.api_key_hashes
         )
-        #: The stored responses of `/v1/responses`.
+        #: The stored responses of `/v1/responses` that this gateway has.
         self.responses = ResponseStore(
             config.gateway.stored_responses,
             config.gateway.stored_responses_mib << 20,
             config.gateway.stored_responses_s,
         )
+        #: The other gateways, which may have what a client asks for.
+        self.peers = GatewayPeers(name, config.secret, config.silence_s, kept=self, door=self.door)
+        #: The stored responses of all gateways.
+        self.finder = ResponseFinder(self.responses, self.peers)
         self.capacity = GatewayCapacity(config.gateway.max_streams)
         self.tracer = tracer_of(config.observability, "gateway", name)
         #: What each model is made with.
-        self.facilities = GatewayFacilities(self.door, self.capacity, self.tracer)
+        self.facilities = GatewayFacilities(self.door, self.capacity, self.peers, self.tracer)
 
         self._refused_codes = Counter[int]()  #: Of requests that no model was found for.
         self.metrics = Exporter(config.observability, {"model": ""}, self._metric_rows)
@@ -99,6 +106,17 @@ class GatewayService:
         """How many requests run now."""
         return self.capacity.running
 
+    # ---- the other gateways ----------------------------------------------------------------------
+
+    def find_response(self, frame: frames.FindResponse) -> frames.ResponseFound:
+        """Returns a stored response to another gateway."""
+        return answer_peer(self.responses, frame)
+
+    def take_answer(self, frame: frames.TakeAnswer) -> frames.AnswerTaken:
+        """Gives kept answers to another gateway, whose client has come back there."""
+        model = self.models.get(frame.model)
+        return model.give_answer(frame) if model else frames.AnswerTaken(frame.call_id)
+
     # ---- the process -----------------------------------------------------------------------------
 
     async def end_requests(self) -> None:
@@ -107,6 +125,7 @@ class GatewayService:
 
     async def close(self) -> None:
         """Ends the models, the threads, the metrics and the traces. The requests have ended."""
+        await self.peers.close()
         for model in self.models.values():
             await model.close()
         self.capacity.close()

@@ -124,5 +124,5 @@ def _needed_bytes(config: ClusterConfig, checkpoint: Checkpoint) -> int:
 
 
 def _host_pool_bytes(pool: PoolConfig) -> int:
-    """Bytes of host memory that a worker's KV pool takes: none if it is a GPU's."""
+    """Return the bytes of host memory that a worker's KV pool takes: none if it is a GPU's."""
     return 0 if pool.engine.device == "cuda" else pool.engine.kv_bytes or 0

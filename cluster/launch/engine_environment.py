@@ -57,7 +57,7 @@ def check_python(python: str) -> None:
         "print(*{d.metadata['Name'].lower() + '==' + d.version for d in distributions()})"
     )
     try:
-        installed = set(_run(python, "-c", probe).split())
+        installed = set(_run([python, "-c", probe]).split())
     except OSError as error:
         raise ConfigError(f"engine.python: {python}: {error.strerror}") from None
     ray = f"ray=={version('ray')}"
@@ -76,28 +76,28 @@ def install(folder: Path, hardware: str, report: Callable[[str], None]) -> str:
     folder = folder.expanduser()
     python = str(folder / "bin" / "python")
     report(f"environment in {folder}")
-    _run(sys.executable, "-m", "venv", "--clear", str(folder))
+    _run([sys.executable, "-m", "venv", "--clear", str(folder)])
     if hardware == "cpu":
         report(f"torch {_TORCH}, CPU build")
         _install_cpu_torch(python)
     package = VLLM_PACKAGES[hardware]
     report(f"{package} and what Diptych's workers need (minutes, gigabytes)")
-    _run(python, "-m", "pip", "install", "-q", package, *worker_requirements())
+    _pip_install(python, [package, *worker_requirements()])
     if hardware == "cpu":
         _replace_media_packages(python, report)
     report("Diptych itself")
-    _run(python, "-m", "pip", "install", "-q", "--no-deps", *_own_package())
+    _pip_install(python, ["--no-deps", *_own_package()])
     report("check of vLLM's version and signatures")
-    return _run(python, "-c", _CHECK).strip().splitlines()[-1]
+    return _run([python, "-c", _CHECK]).strip().splitlines()[-1]
 
 
 def _install_cpu_torch(python: str) -> None:
     """Install torch without CUDA's libraries, from PyTorch's own index if the usual has no such."""
-    command = (python, "-m", "pip", "install", "-q", f"torch=={_TORCH}+cpu")
+    torch = f"torch=={_TORCH}+cpu"
     try:
-        _run(*command)
+        _pip_install(python, [torch])
     except ConfigError:
-        _run(*command, "--extra-index-url", _CPU_INDEX)
+        _pip_install(python, [torch, "--extra-index-url", _CPU_INDEX])
 
 
 def _replace_media_packages(python: str, report: Callable[[str], None]) -> None:
@@ -105,18 +105,10 @@ def _replace_media_packages(python: str, report: Callable[[str], None]) -> None:
 
     Text models need none of them. A multimodal checkpoint needs torchvision to be loaded at all.
     """
-    _run(python, "-m", "pip", "uninstall", "-q", "-y", *_MEDIA_PACKAGES)
-    command = (
-        python,
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        f"torchvision=={_TORCHVISION}+cpu",
-    )
+    _run([python, "-m", "pip", "uninstall", "-q", "-y", *_MEDIA_PACKAGES])
+    torchvision = f"torchvision=={_TORCHVISION}+cpu"
     try:
-        _run(*command, "--extra-index-url", _CPU_INDEX)
+        _pip_install(python, ["--no-deps", torchvision, "--extra-index-url", _CPU_INDEX])
     except ConfigError:
         report("torchvision has no CPU build here: multimodal checkpoints cannot be loaded")
 
@@ -142,7 +134,12 @@ def _own_package() -> list[str]:
         raise ConfigError("Diptych is not installed as a package: nothing to install") from None
 
 
-def _run(*command: str) -> str:
+def _pip_install(python: str, arguments: list[str]) -> None:
+    """Let that interpreter's pip install packages; `arguments` may hold options beside them."""
+    _run([python, "-m", "pip", "install", "-q", *arguments])
+
+
+def _run(command: list[str]) -> str:
     """Run a command to its end and return what it printed. Raises ConfigError where it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -2,9 +2,9 @@
 
 1. `prepare` checks everything that can be checked before a process starts.
 2. `LocalCluster.start` starts Ray, or joins a Ray that runs, and then Serve.
-3. The applications are deployed, one in front and one for each model. They are deployed as a Serve config,
-   not by `serve.run`, because the same config with other replica counts scales an application in
-   place (`control/serve.py`).
+3. The applications are deployed, one in front and one for each model. They are deployed as a Serve
+   config, not by `serve.run`, because the same config with other replica counts scales an
+   application in place (`control/serve.py`).
 4. `start` reports progress until every deployment is healthy and the gateway is ready.
 5. `watch` waits until Ray has lost a process without which no replica lives for long.
 6. `stop` closes the gateways, so that open answers end with an error that says why, and then ends
@@ -249,10 +249,10 @@ class LocalCluster:
         """Report what a model's workers load, once there is a router that knows it."""
         if f"{prefix}{ROUTER_DEPLOYMENT}" not in self._reported:
             return
-        # By worker: what it loads now, and the fraction that is done.
         try:
-            asked = self._router_handle(application).progress.remote()
-            progress = asked.result(timeout_s=PROGRESS_LIMIT_S)
+            response = self._router_handle(application).progress.remote()
+            # By worker: what it loads now, and the fraction that is done.
+            progress = response.result(timeout_s=PROGRESS_LIMIT_S)
         except Exception:  # of Ray and Serve, of many types: a router may be away for a moment
             return
         for name, (phase, fraction) in progress.items():
@@ -291,7 +291,7 @@ class LocalCluster:
         return Path(self._ray_folder) / "ray" / "session_latest" / "logs"
 
     def watch(self, report_progress: ReportProgress) -> str:
-        """Return why the cluster is lost, as soon as it is; while it is well, wait.
+        """Wait until the cluster is lost, and return why.
 
         Without Ray's GCS or raylet no replica lives for long. The end of another process of Ray's
         is only reported: replicas live on, and Ray replaces what it needs.

@@ -27,7 +27,7 @@ def end_with_parent(parent: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    # It fails for options that the kernel does not know only; both are older than Python 3.11.
+    # prctl fails only for options that the kernel does not know; both are older than Python 3.11.
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
@@ -52,7 +52,7 @@ def descendants(ancestor: int) -> set[int]:
 def end_descendants(limit_s: float, spare: set[int]) -> set[int]:
     """Kill the processes below this one but `spare`; return those that have not ended in time.
 
-    Those that one of them starts meanwhile are killed too.
+    Processes that a dying one has just started are killed too.
     """
     deadline = time.monotonic() + limit_s
     while True:

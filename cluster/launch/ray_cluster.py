@@ -1,10 +1,11 @@
 """Starts Ray on this machine or joins a Ray that runs, and decides who may talk to it.
 
-Whoever may call one of Ray's processes can run code in it, so each of them asks for a token
-(`RAY_AUTH_MODE=token`). `start_ray` makes a token for its one cluster, in a file that nobody but
-this user can read. `join_ray` takes the token that Ray's own variables give. Both call the running
-cluster once without a token, where Ray uses no TLS and its address is not `ray://`, and fail if the
-answer contradicts the setting `ray.auth`.
+Whoever may call one of Ray's processes can run code in it. So each of these processes asks its
+callers for a token (`RAY_AUTH_MODE=token`), unless the setting `ray.auth` is "disabled".
+`start_ray` makes a token for its one cluster, in a file that nobody but this user can read.
+`join_ray` uses the token that Ray itself would take. Both call the running cluster once without a
+token, where Ray uses no TLS and its address is not `ray://`, and fail if the answer contradicts
+`ray.auth`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ AuthMode = Literal["token", "disabled"]
 
 #: Defaults that every Ray process inherits and reads at import. Variables that are set already win.
 ENVIRONMENT = {
-    # A replica has one event loop, its main one, instead of one more thread for user code and for
-    # Serve's router each: streams need not change threads.
+    # Serve's calls go by gRPC. A replica runs user code and Serve's router in its main event loop,
+    # instead of in a thread each: streams need not change threads.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -70,9 +71,12 @@ UCX_DEVICES = {"UCX_NET_DEVICES": "lo"}
 #: Ray's GCS, the head's process that every other one calls, answers this call, sent with an empty
 #: message, and changes nothing.
 HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-CALL_TIMEOUT_S = 10.0  #: For the answer to that call.
-#: Ray's own connections ignore `http_proxy` too.
+CALL_TIMEOUT_S = 10.0  #: How long that call waits for its answer.
+#: gRPC's options for a channel that ignores `http_proxy`, as Ray's own connections do.
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
+#: Where Ray's GCS keeps the secret that no file and no variable gives (`shared_secret`).
+SECRET_KEY = "secret"
+SECRET_NAMESPACE = "diptych"
 
 
 class StartError(Exception):
@@ -103,7 +107,7 @@ class RayAccess:
 
 
 def check_environment(auth: AuthMode) -> None:
-    """Refuse an inherited `RAY_AUTH_MODE` that contradicts `auth`. Raises ConfigError.
+    """Raise ConfigError if the inherited `RAY_AUTH_MODE` contradicts `auth`, or is no mode of Ray.
 
     `auth` is the setting `ray.auth`, here and below.
     """
@@ -195,6 +199,19 @@ def join_ray(address: str, auth: AuthMode) -> None:
         raise StartError(f"no Ray at {address}: {error}") from None
 
 
+def shared_secret() -> str:
+    """Return the secret that is the same for everybody who asks in this Ray cluster.
+
+    The first to ask draws it, and Ray's GCS keeps it for the others, who need Ray's token to read
+    it. Must be called in a process of Ray.
+    """
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+    drawn = secrets.token_hex(16)
+    _internal_kv_put(SECRET_KEY, drawn, overwrite=False, namespace=SECRET_NAMESPACE)
+    return _internal_kv_get(SECRET_KEY, namespace=SECRET_NAMESPACE).decode()
+
+
 def _init_ray(**settings: Any) -> None:
     """Call `ray.init` with these settings; a SIGTERM stays with the handler that it has now.
 
@@ -235,10 +252,10 @@ def _ray_node() -> Any:
 
 
 def _check_before_joining(address: str, auth: AuthMode) -> str:
-    """Return the address (host:port) of a GCS that may be joined, and takes our token.
+    """Return the address (host:port) of a GCS that treats strangers as `auth` says.
 
-    Otherwise report in one sentence what `ray.init` reports after 20 s in 20 lines, or not at all.
-    Raises StartError, ConnectionError, ValueError.
+    With "token" it also takes our token. Otherwise the error says in one sentence what `ray.init`
+    reports after 20 s in 20 lines, or not at all. Raises StartError, ConnectionError, ValueError.
     """
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
@@ -292,7 +309,7 @@ def _token_is_accepted(gcs_address: str) -> bool:
 
 
 def _is_answered(channel: grpc.Channel) -> bool:
-    """Return whether Ray's GCS answers a harmless call, or refuses it for want of a right token.
+    """Send Ray's GCS a harmless call. True: it answers; False: it refuses, as no right token came.
 
     Raises ConnectionError for any other outcome: then nobody is there, or somebody else.
     """

@@ -122,7 +122,8 @@ def supervise(run: Callable[[Supervised], int], report: Callable[[str], None]) -
                 report("starting the cluster again")
 
 
-def _start(run: Callable[[Supervised], int]) -> _Child:
+def _start(run: Callable[[Supervised], int]) -> _SupervisedChild:
+    """Fork a child that runs `run` and exits with its code; this returns in the parent alone."""
     read_end, write_end = os.pipe()
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
@@ -130,7 +131,7 @@ def _start(run: Callable[[Supervised], int]) -> _Child:
     child = os.fork()
     if child:
         os.close(write_end)
-        return _Child(child, read_end)
+        return _SupervisedChild(child, read_end)
     exit_code = 1
     try:
         os.close(read_end)
@@ -147,7 +148,7 @@ def _start(run: Callable[[Supervised], int]) -> _Child:
         os._exit(exit_code)  # the parent's own way out is not the child's
 
 
-class _Child:
+class _SupervisedChild:
     """A child process, from the parent's side."""
 
     def __init__(self, process: int, notes_pipe: int) -> None:
@@ -182,6 +183,7 @@ class _Child:
         return [note.folder for note in self._notes if note.folder]
 
     def _read_notes(self) -> None:
+        """Take the notes of a child that has ended."""
         # Descendants of the child may have inherited the pipe's other end: do not wait for its end.
         os.set_blocking(self._pipe, False)
         content = b""

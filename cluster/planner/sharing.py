@@ -1,27 +1,43 @@
-"""How several models share a number of GPUs (pure): what one has, the others' planners may not order."""
+"""How several models share a number of GPUs (pure).
+
+GPUs that one model has are not available to the planners of the others.
+"""
 
 from __future__ import annotations
 
 
 class GpuBudget:
-    """The GPUs of a cluster, and how many each model's replicas have. `limit` None: no limit."""
+    """How many GPUs each model has, and how many it may have.
+
+    `limit` is the number of GPUs that the models share; None: there is no limit. A model's planner
+    asks `limit_of`, orders replicas and calls `note`. No other planner may ask in between, as
+    `limit_of` reserves nothing.
+    """
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit
         self._used: dict[str, int] = {}  #: By model.
 
     def note(self, model: str, gpus: int) -> None:
-        """Note how many GPUs the replicas have that a model should have by now."""
+        """Replace the number of GPUs that a model has.
+
+        These are the GPUs of all replicas that the model should have now, whether or not they
+        run yet.
+        """
         self._used[model] = gpus
 
     def forget(self, model: str) -> None:
-        """Note that a model is gone."""
+        """Make the GPUs of a model that is gone available to the others.
+
+        A model that was never noted is no error.
+        """
         self._used.pop(model, None)
 
     def limit_of(self, model: str) -> int | None:
-        """Return how many GPUs a model's replicas may have; None: no limit.
+        """Return how many GPUs a model may have, its present ones included; None: no limit.
 
-        The first model to ask gets what is free; a model gives GPUs back when its pools shrink.
+        All GPUs that no other model has noted count: whichever model notes them first has them. A
+        model gives GPUs back when it notes fewer, as its pools have shrunk.
         """
         if self._limit is None:
             return None

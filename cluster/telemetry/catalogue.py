@@ -68,7 +68,7 @@ ROUTER = _metrics_of(
     goodput_requests_total=_counter("By the targets that were met", "slo_class", "tenant", "met"),
     routing_decisions_total=_counter("Placements, and refusals", "decision", "reason"),
     # The time in which the router handles one of its events, say the arrival of a request.
-    routing_duration_seconds=_histogram("CPU time of an event that placed a request"),
+    routing_duration_seconds=_histogram("Time the router took for an event that placed requests"),
     # `side`: the first token came `late` or `early`; the value is the difference, never negative.
     ttft_prediction_error_seconds=_histogram("TTFT observed, against predicted", "side"),
     prefix_hit_tokens_total=_counter("Prompt tokens that the workers chosen held"),

@@ -41,12 +41,13 @@ class ControlTally:
         }
 
     def count_scaling(self, pool: str, previous_replicas: int, replicas: int) -> None:
-        """Count an order that a pool have `replicas` replicas, unless that was its target already."""
+        """Count an order for `replicas` replicas of a pool, unless that was its target already."""
         if replicas != previous_replicas:
             direction = "up" if replicas > previous_replicas else "down"
             self.scaled[pool, direction] += 1
 
     def rows(self) -> Iterator[MetricRow]:
+        """Yield all counts, and the version of the program."""
         for pool, replicas_by_state in sorted(self.pools.items()):
             for state, count in replicas_by_state.items():
                 yield MetricRow("replicas", count, {"pool": pool, "state": state})

@@ -25,6 +25,8 @@ PORTS_TRIED = 64
 
 
 class _Answer(NamedTuple):
+    """An HTTP response but for its length."""
+
     status: str
     content_type: str
     body: bytes
@@ -33,9 +35,10 @@ class _Answer(NamedTuple):
 class Exporter:
     """Answers `GET /metrics`, one request for each connection, and renders the page for others.
 
-    `labels` are put on every row of this process, unless the row has other values of them; under vLLM's names a row has only the label
-    `model` of them, as `model_name`. `read_rows` makes the rows anew for each page. `settings` says
-    where to listen, and whether vLLM's names are exported, too.
+    `labels` are put on every row of this process, unless the row has values of its own for them.
+    Under vLLM's names a row has only the label `model` of them, as `model_name`. `read_rows` makes
+    the rows anew for each page. `settings` says where to listen, and whether vLLM's names are
+    exported, too.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class GatewayTally:
     """
 
     def __init__(self, config: ClusterConfig, classes: list[str]) -> None:
-        ttft_bounds = _with_target(TTFT_S, config.slo.ttft_ms / 1e3)
+        ttft_bounds = _with_target(TTFT_S, config.slo.ttft_target.least_s)
         itl_bounds = _with_target(ITL_S, config.slo.itl_ms / 1e3)
         bounds_by_metric = {
             "request_ttft_seconds": ttft_bounds,
@@ -165,11 +165,15 @@ def outcome_of(request: Request, reason: str) -> frames.RequestOutcome:
         gaps=len(gaps_s),
         itl_mean_s=sum(gaps_s) / len(gaps_s) if gaps_s else 0.0,
         itl_p99_s=p99(gaps_s),
-        ttft_target_s=terms.ttft_target_s,
-        itl_target_s=terms.itl_target_s,
+        ttft_target_s=request.targets.ttft_s or terms.ttft_target_s,
+        itl_target_s=request.targets.itl_s or terms.itl_target_s,
+        prompt_tokens=len(request.prompt_ids),
     )
 
 
 def _with_target(bounds: tuple[float, ...], target: float) -> tuple[float, ...]:
-    """Add a bucket that ends at the target, so that attainment is read and not interpolated."""
-    return tuple(sorted({*bounds, target}))
+    """Add a bucket that ends at the target, so that attainment is read and not interpolated.
+
+    A target that is a multiple of the isolated prefill has no fixed part (0), and no bucket.
+    """
+    return tuple(sorted({*bounds, target})) if target else bounds

@@ -52,6 +52,7 @@ class JsonFormatter(logging.Formatter):
         self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as one line of JSON."""
         fields: dict[str, Any] = {
             "time": _utc_time(record),
             "level": record.levelname.lower(),
@@ -75,6 +76,7 @@ class TextFormatter(logging.Formatter):
         self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the record as a line; a traceback takes the lines below."""
         origin = self._part
         request_id = _request_id.get()
         if request_id:

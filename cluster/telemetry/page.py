@@ -61,7 +61,8 @@ class MetricsPage(Collector):
     """Collects the rows of one process.
 
     Every row has `base_labels`, or values of its own in their place. Rows with vLLM's names have
-    `model_name` instead: the value of the base label `model`. Rows with vLLM's names are on the page only with `vllm_names`.
+    `model_name` instead: the value of the base label `model`. They are on the page only with
+    `vllm_names`.
     """
 
     def __init__(

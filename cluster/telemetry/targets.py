@@ -13,9 +13,9 @@ def scrape_targets(
 ) -> list[dict[str, Any]]:
     """Return the addresses of all exporters, grouped by part, in the format of http_sd.
 
-    The statistics of each model's router have its own address and the gateways', which are those of
-    the other routers, too. A worker's card has the worker's. Addresses are "host:port"; an empty one is left out, as its
-    process does not listen yet.
+    The statistics of each model's router have the router's address and the gateways'; all routers
+    name the same gateways. A worker's card has the worker's address. Addresses are "host:port"; an
+    empty one is left out, as its process does not listen yet.
     """
     addresses_by_part = {
         "control": [control_address],

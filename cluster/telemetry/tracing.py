@@ -7,9 +7,9 @@
       decode        decode worker: until the last token
 
 The gateway's span travels in the frames as `trace` (W3C traceparent); all others are its children.
-The `trace` is empty for a request that is not sampled, and then no process makes a span for it. A
-client that asks for sampling gets it. Without `observability.otlp_endpoint` there are no spans, and
-nothing of OpenTelemetry is imported.
+The `trace` is empty for a request that is not sampled: router and workers make no span for it, and
+the gateway's own is not recorded or sent. A client that asks for sampling gets it. Without
+`observability.otlp_endpoint` there are no spans, and nothing of OpenTelemetry is imported.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Tracer:
     ) -> Span:
         """Return a new span that began `ago_s` seconds ago; the caller ends it (`end_span`).
 
-        The span is a child of `traceparent`, or a root if that is empty or malformed. `server` is
-        true if the parent is in another process that called this one.
+        The span is a child of `traceparent`, or a root if that is empty or malformed. Its kind is
+        SERVER if `server` is true, as for the call of a client, and else INTERNAL.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
@@ -173,7 +173,10 @@ class RoutingSpans:
             self._attempts[place.attempt_key] = PlacementSpan(gateway, span)
 
     def handle_reply(self, frame: object) -> None:
-        """Ends the span of an attempt that the frame places, refuses or ends."""
+        """Ends the span of an attempt that the frame places, refuses or ends.
+
+        `frame` is one that the router sends, or a gateway's `AttemptOutcome`; others do nothing.
+        """
         match frame:
             case frames.AttemptPlaced(key) if key in self._attempts:
                 span = self._attempts.pop(key).span
@@ -199,7 +202,7 @@ class AttemptSpan:
     gateway: str  #: The name of the gateway that started the attempt.
     phase: str  #: The span's name: prefill, kv_transfer or decode.
     span: Span
-    traceparent: str  #: Of the gateway's span, which the span of the next phase goes under.
+    traceparent: str  #: Of the gateway's span, the parent of the next phase's span.
     #: Answers that have no end yet. Empty on a prefill worker, which makes first tokens only.
     open_answers: set[int] = field(default_factory=set)
 

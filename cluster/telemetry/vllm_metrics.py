@@ -1,8 +1,8 @@
 """vLLM's metrics on a gateway's main port, for clients that read them there beside the API.
 
 vLLM is one process, and Diptych is many. So this page joins what the gateway counts of its own
-requests with what the router and the workers said when they were asked. Prometheus reads each
-process's own page instead, where nothing stands twice (`exporter.py`).
+requests with what the router and the workers say when they are asked. Prometheus reads each
+process's own page instead, where no number is exported twice (`exporter.py`).
 """
 
 from __future__ import annotations
@@ -89,19 +89,34 @@ def cluster_rows(
     """Yield what the statistics of the router (None: it is not there) and of the workers say.
 
     Numbers of workers are added up. A block of KV has `block_tokens` tokens. `max_model_len` is the
-    most tokens of a prompt and its answer: so many tokens must the KV pools have for each request
-    that is sure to fit.
+    largest number of tokens that a prompt and its answer may have together: so many tokens must the
+    KV pools have for each request that is sure to fit.
     """
     router = router or {"waiting": 0, "hit_tokens": 0, "prompt_tokens": 0}
     engines = [worker["engine"] for worker in workers]
+    yield from _request_rows(router["waiting"], engines)
+    yield from _kv_rows(engines, block_tokens, max_model_len)
+    yield MetricRow("vllm:prefix_cache_queries_total", router["prompt_tokens"])
+    yield MetricRow("vllm:prefix_cache_hits_total", router["hit_tokens"])
+    yield MetricRow("vllm:num_preemptions_total", sum(engine["preemptions"] for engine in engines))
+    yield from _histogram_rows(engines)
+
+
+def _request_rows(queued: int, engines: list[dict[str, Any]]) -> Iterator[MetricRow]:
+    """Yield how many requests run and wait; `queued` of them wait in the router."""
     # A sequence on a worker runs, or it waits there for blocks (`waiting`) or its turn (`ready`).
     running = sum(engine["running"] + engine["prefilling"] for engine in engines)
     deferred = sum(engine["waiting"] + engine["ready"] for engine in engines)
     yield MetricRow("vllm:num_requests_running", running)
-    yield MetricRow("vllm:num_requests_waiting", router["waiting"] + deferred)
-    for reason, count in (("capacity", router["waiting"]), ("deferred", deferred)):
+    yield MetricRow("vllm:num_requests_waiting", queued + deferred)
+    for reason, count in (("capacity", queued), ("deferred", deferred)):
         yield MetricRow("vllm:num_requests_waiting_by_reason", count, {"reason": reason})
 
+
+def _kv_rows(
+    engines: list[dict[str, Any]], block_tokens: int, max_model_len: int
+) -> Iterator[MetricRow]:
+    """Yield how large the KV pools of all workers are together, and which share is in use."""
     blocks = [engine["kv_blocks"] for engine in engines]
     total_blocks = sum(counts["total"] for counts in blocks)
     idle_blocks = sum(counts["free"] + counts["cached"] for counts in blocks)
@@ -116,9 +131,9 @@ def cluster_rows(
     }
     yield MetricRow("vllm:cache_config_info", 1, cache_labels)
 
-    yield MetricRow("vllm:prefix_cache_queries_total", router["prompt_tokens"])
-    yield MetricRow("vllm:prefix_cache_hits_total", router["hit_tokens"])
-    yield MetricRow("vllm:num_preemptions_total", sum(engine["preemptions"] for engine in engines))
+
+def _histogram_rows(engines: list[dict[str, Any]]) -> Iterator[MetricRow]:
+    """Yield the histograms that engines keep, if any engine does."""
     for name, key in (
         ("vllm:iteration_tokens_total", "step_tokens"),
         ("vllm:request_num_preemptions", "request_preemptions"),

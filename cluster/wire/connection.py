@@ -8,8 +8,9 @@ A connection ends when the peer closes it, is silent for the limit of its reader
 frame, or lets more than `BUFFER_BYTES_MAX` bytes pile up.
 
 A peer is busy if frames other than heartbeats went either way in the last `BUSY_FOR_S`. A busy peer
-that falls silent is suspected to be frozen long before that limit. The connection's owner may then
-use other peers; if the peer speaks again, nothing is lost.
+that falls silent is suspected to be frozen after `SUSPECT_AFTER_S`, and later than that after false
+alarms. The connection's owner may then use other peers; if the peer speaks again, nothing is lost.
+Where the silence limit is no longer than that, the connection ends without a suspicion.
 """
 
 from __future__ import annotations
@@ -36,16 +37,20 @@ from .handshake import admit, greet
 
 log = logging.getLogger(__name__)
 
-LISTENER_KIND = "frames"  #: The kind from which a listener's own secret is derived.
+#: A frame listener's own secret is derived from the cluster's secret, this kind and its address.
+LISTENER_KIND = "frames"
 BUSY_HEARTBEAT_S = 0.25  #: Between heartbeats while there is traffic, and for `BUSY_FOR_S` after.
 BUSY_FOR_S = 5.0  #: After the last frame that was no heartbeat.
 IDLE_HEARTBEAT_S = 1.0  #: Between heartbeats otherwise.
-SUSPECT_AFTER_S = 1.0  #: A busy peer that is silent for longer is suspected to be frozen.
+#: A busy peer that is silent for longer is suspected to be frozen. Each false alarm doubles the
+#: time for that peer.
+SUSPECT_AFTER_S = 1.0
 BUFFER_BYTES_MAX = 16 << 20  #: Unsent bytes; a peer that lets more pile up is cut off.
-#: The receiver refuses a longer frame: unsent, it alone would exceed the sender's
-#: `BUFFER_BYTES_MAX`.
+#: The receiver refuses a longer frame. The sender's own limit hardly lets one out: unsent, it alone
+#: would exceed `BUFFER_BYTES_MAX`.
 FRAME_BYTES_MAX = BUFFER_BYTES_MAX
-#: After so long of frames without a pause, `frames` leaves the loop to others once.
+#: When so many seconds have passed since it last did so, `frames` lets the loop's other tasks run
+#: once after the frame at hand.
 TURN_S = 0.005
 _LENGTH = struct.Struct(">I")  #: Stands in front of each frame: its bytes.
 _HEARTBEAT = Heartbeat()  #: The one that is sent: `send` tells it from other frames by identity.
@@ -68,7 +73,7 @@ class FrameConnection:
         self._decode = msgspec.msgpack.Decoder(receives).decode
         self._loop = asyncio.get_running_loop()
         #: Times of the loop's clock: of the last frame out, the last one in, and the last one of
-        #: either that was no heartbeat.
+        #: either that was no heartbeat. The second moves on by this process's own delays.
         self._sent_at = self._loop.time()
         self._received_at = self._sent_at
         self._busy_at = self._sent_at
@@ -87,7 +92,11 @@ class FrameConnection:
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the peer's last frame, heartbeats included."""
+        """Seconds for which the peer has sent no frame, not even a heartbeat.
+
+        Time in which this process itself was held up does not count. It is subtracted even if a
+        frame came after it, so for a moment the value may be below 0.
+        """
         return self._loop.time() - self._received_at
 
     async def drain(self) -> None:
@@ -167,7 +176,8 @@ class FrameConnection:
             interval_s = BUSY_HEARTBEAT_S if busy else min(IDLE_HEARTBEAT_S, silence_limit_s / 3)
             await asyncio.sleep(interval_s)
             now = self._loop.time()
-            # When this process itself was held up, that is not the peer's silence.
+            # When this process itself was held up, that is not the peer's silence: it could not
+            # read what the peer sent.
             lateness_s = now - checked_at - interval_s
             self._received_at += max(lateness_s, 0.0)
             checked_at = now

@@ -91,11 +91,14 @@ PROBE_MARK = "\x1d"  #: in the name of a probe's attempt; no client's id has thi
 class WorkerCore:
     """One worker's engine, role, transfers and tiers, from `start` until `stop`.
 
+    A role is the pure machine that decides for one kind of worker; this object carries out what
+    the role decides.
+
     `name` is the worker's id, `pool` "prefill" or "decode", `model` the checkpoint's folder.
     `send(gateway, frame)` and `on_observation` are called on the loop that made the object.
-    `open_engine` makes the engine when the core starts (None: the one that the configuration names);
-    nothing here depends on which engine it is.
-    A role is the pure machine that decides for one kind of worker; this object carries that out.
+    `open_engine` makes the engine when the core starts; None stands for the engine that the
+    configuration names. This class treats every engine alike; only `engine_opener` and
+    `engine_config` look at the engine's kind.
     """
 
     def __init__(
@@ -161,7 +164,13 @@ class WorkerCore:
         def tell_role(loaded: BlocksLoaded) -> None:
             self._from_thread([loaded])
 
-        return Tiering(self.pool, self.engine, settings, tell_role, self.engine_thread.submit)
+        return Tiering(
+            self.pool,
+            self.engine,
+            settings,
+            tell_role=tell_role,
+            submit_to_engine=self.engine_thread.submit,
+        )
 
     def _make_rank_services(self, host: str) -> list[RankService]:
         settings = self.config.kv_transfer
@@ -184,8 +193,7 @@ class WorkerCore:
     @property
     def pool_config(self) -> PoolConfig:
         """The settings of the worker's pool, which a change of role leaves as they are."""
-        pools = self.config.pools
-        return pools.prefill if self.pool == "prefill" else pools.decode
+        return self.config.pools.of(self.pool)
 
     def _make_role(self, role: str) -> PrefillRole | DecodeRole:
         machine = PrefillRole if role == "prefill" else DecodeRole
@@ -215,11 +223,15 @@ class WorkerCore:
         self.transfers.handle(LosePeer(worker, process_dead))
 
     def knows(self, worker: str) -> bool:
-        """Whether KV can move between this worker and that one."""
+        """Return whether this worker has been told how to reach that one (`add_peer`).
+
+        The transfers may still refuse to move KV between the two, if their layouts differ for
+        instance.
+        """
         return worker in self._peers
 
     def _names_blocks_alike(self, worker: str) -> bool:
-        """Whether blocks of the same hash hold the same number of tokens here and there."""
+        """Return whether blocks of the same hash hold the same number of tokens here and there."""
         block_tokens = self.engine.kv_pool.layout.block_tokens
         cards = self._peers.get(worker, ())
         return any(card.layout.block_tokens == block_tokens for card in cards)
@@ -262,7 +274,10 @@ class WorkerCore:
         self._carry_out(actions)
 
     def _refuse(self, gateway: str, attempt_key: frames.AttemptKey, reason: str) -> None:
-        """Tell the gateway that the request's grammar cannot be compiled, by no worker."""
+        """Tell the gateway that the attempt's grammar was not compiled in time.
+
+        The failure is final, so the gateway does not try another worker: none would be faster.
+        """
         failed = frames.AttemptFailed(attempt_key, self.name, reason, final=True)
         self._send(gateway, failed)
 
@@ -272,17 +287,19 @@ class WorkerCore:
         self._carry_out(self.role.handle(frame))
 
     def hand_over(self) -> int:
-        """Tell every attempt's gateway to go on elsewhere, and free the attempts; return how many.
+        """Have the attempts go on at other workers, before this one leaves or changes its role.
 
-        What was computed stays cached, for whoever fetches it. Transfers that are nearly done end
-        first: the worker is idle when `attempts` is 0. The caller refuses new attempts before.
+        Returns how many attempts were given up: the gateway of each is told, and its blocks are
+        freed. What was computed stays cached, for whoever fetches it. Attempts that are over but
+        for a transfer stay until its end: the worker is idle when `attempts` is 0. The role does
+        not change here. The caller refuses new attempts before.
         """
         actions = self.role.hand_over()
         for attempt in self._grammars.forget_all():
             key = attempt.frame.attempt_key
             actions.append(failure_frame(attempt.gateway, key, self.name, frames.HANDOVER))
         self._carry_out(actions)
-        # Each attempt that goes on elsewhere has one frame to its gateway, which says so.
+        # Each attempt that was given up has one frame to its gateway, which says so.
         return sum(isinstance(action, frames.DeliverFrame) for action in actions)
 
     def gateway_gone(self, gateway: str) -> None:
@@ -296,7 +313,7 @@ class WorkerCore:
 
     @property
     def attempts(self) -> int:
-        """Attempts that hold something on this worker."""
+        """How many attempts are not over here, those included that wait for their grammar."""
         return len(self.role.attempts) + len(self._grammars)
 
     @property
@@ -362,7 +379,11 @@ class WorkerCore:
     # ---- for operators ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise RuntimeError when a thread or a rank is dead: then the whole worker is."""
+        """Raise RuntimeError when the whole worker is dead.
+
+        That is so when the engine's thread, a thread of the transfers or another rank has ended.
+        Without the tiers' thread the worker goes on.
+        """
         if not self.engine_thread.alive:
             raise RuntimeError("the engine thread ended: see this worker's log")
         if not self.transfers.alive:
@@ -380,10 +401,13 @@ class WorkerCore:
         )
 
     async def probe(self, peer: str, size_limit_bytes: int) -> dict[str, Any]:
-        """Move blocks of no meaning here from `peer`, as any KV, and say how that went.
+        """Fetch blocks of no meaning from `peer`, the way KV is fetched, and report how that went.
 
-        Takes free blocks first, then those of the oldest cached prefixes. In the answer `over_tcp`
-        is the share of the bytes that came over TCP connections of this process; None: unknown.
+        The blocks are written to free blocks of this worker first, then to those of the oldest
+        cached prefixes. They have about `size_limit_bytes` bytes, one block at least, and at most
+        `1 / PROBE_SHARE` of either pool. The answer is `ProbeResult.values`. Its `reason` is "busy"
+        while another probe runs here, "pool_too_small" where not one block fits that share, and
+        "timeout" after `PROBE_LIMIT_S`.
         """
         if self._probe is not None:
             return ProbeResult(reason="busy").values()
@@ -428,7 +452,7 @@ class WorkerCore:
         return self.engine.kv_pool.layout.token_bytes * (1 + len(self.engine.rank_sockets))
 
     def _probe_tokens(self, peer: str, size_limit_bytes: int) -> int:
-        """Return how many tokens to move: whole blocks of both ends, a limited share of the pools."""
+        """Return how many tokens to move: whole blocks of both ends, a share of either pool."""
         pools = [(self.engine.kv_pool.size, self.engine.kv_pool.layout)]
         pools += [(card.size, card.layout) for card in self._peers.get(peer, [])[:1]]
         # Blocks have 64, 128 or 256 tokens: a multiple of the larger fits both ends.
@@ -453,9 +477,11 @@ class WorkerCore:
         }
 
     def decode_reservations(self) -> list[tuple[str, int, int]]:
-        """Return (request id, attempt number, blocks) of all that decodes here or is going to.
+        """Return (request id, attempt number, blocks) of each attempt that the decode role has.
 
-        A router that the worker joins learns from them how full the worker is.
+        Those that wait for their KV are among them; those that wait for their grammar are not yet.
+        A prefill role has none. A router that the worker joins learns from them how full the
+        worker is.
         """
         if not isinstance(self.role, DecodeRole):
             return []
@@ -477,7 +503,7 @@ class WorkerCore:
         )
 
     def _explain_probe(self, reason: str, peer: str) -> str:
-        """Return why a probe failed; of a peer that is refused, what it has that it must not."""
+        """Return why a probe failed; if the peer is refused, what of it differs from this worker."""
         if reason != "peer_lost":
             return reason
         for agent, mismatch in self.transfers.statistics()["refused_peers"].items():
@@ -495,15 +521,18 @@ class WorkerCore:
 
 @dataclass(slots=True)
 class ProbeResult:
-    """What `diptych doctor` hears of one transfer."""
+    """What `diptych doctor` hears of one probe."""
 
     reason: str  #: why nothing moved, or ""
-    bytes: int = 0
+    bytes: int = 0  #: that came, in all ranks
     busy_s: float = 0.0  #: seconds with a write under way
     wall_s: float = 0.0  #: seconds from the request to the last checksum
+    #: of rank 0's bytes, the share that came over TCP connections of this process, as the kernel
+    #: counts them; None if it is not known
     over_tcp: float | None = None
 
     def values(self) -> dict[str, Any]:
+        """Return the result as `diptych doctor` reads it (`diagnosis.PairMeasurement`)."""
         return {
             "bytes": self.bytes,
             "busy_s": round(self.busy_s, 6),

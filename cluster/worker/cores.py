@@ -33,7 +33,7 @@ def usable() -> list[int]:
 
 
 def suffice(models: Sequence[ClusterConfig], cores: int) -> bool:
-    """Whether `cores` cores give every thread of every engine of all models one of its own.
+    """Return whether `cores` cores give every thread of every engine of all models one of its own.
 
     They never do with tensor parallelism: each rank is a process of its own, whose threads are not
     bound to cores.
@@ -45,7 +45,7 @@ def suffice(models: Sequence[ClusterConfig], cores: int) -> bool:
 
 
 def spare(config: ClusterConfig, cores: int) -> bool:
-    """Whether the engines leave at least one of `cores` cores to everything else.
+    """Return whether the engines leave at least one of `cores` cores to everything else.
 
     `config` is that of one model; the environment may say how many threads all models have.
     """

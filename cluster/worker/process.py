@@ -119,7 +119,7 @@ class WorkerProcess:
             on_observation=self._report,
         )
         self._stops.callback(self.core.stop)
-        # The spans are sent before the core stops: Serve may kill the process while that takes long.
+        # The spans are sent before the core stops: Serve may kill a process that stops slowly.
         if self.tracer:
             self._stops.push_async_callback(asyncio.to_thread, self.tracer.close)
         kv_cards = await self.core.start(host, self._report_loading)
@@ -159,8 +159,7 @@ class WorkerProcess:
 
     @property
     def _pool_config(self) -> PoolConfig:
-        pools = self.config.pools
-        return pools.prefill if self.pool == "prefill" else pools.decode
+        return self.config.pools.of(self.pool)
 
     async def _export_metrics(self, host: str) -> str:
         """Start the exporter; return the address where Prometheus finds this worker."""
@@ -209,8 +208,10 @@ class WorkerProcess:
             case frames.WorkerDirectory():
                 self._take_directory(frame)
             case frames.AttemptPlaced() | frames.AttemptRefused():
-                pass  # the router sends these, and those of the next case, to gateways only
+                pass  # the router sends these, and those of the next cases, to gateways only
             case frames.InspectProcess() | frames.CloseGateway() | frames.CallReply():
+                pass
+            case frames.GatewayDirectory():
                 pass
             case frames.Heartbeat():
                 pass
@@ -455,7 +456,7 @@ def _hardware_name(settings: EngineSettings) -> str:
 
 
 def replica_has_ended(card: frames.WorkerCard, own_id: ReplicaID) -> bool:
-    """Whether Ray says that a replica's process has ended, or its node; False if Ray cannot say.
+    """Return whether Ray says that a replica's process, or its node, has ended; False: unknown.
 
     The replica is one of the application that `own_id` belongs to, which is the asking replica's
     id. A call takes long: it asks Ray's control service. Not for the event loop.

@@ -144,6 +144,7 @@ class RemoteService:
         raise RuntimeError(f"the transfer service {self._setup.agent} did not start: {reason}")
 
     def submit(self, command: TransferCommand) -> None:
+        """Send the command to the rank; its outcomes come to `on_outcome`."""
         self._channel.send(command)
 
     def statistics(self) -> dict[str, Any]:
@@ -153,9 +154,11 @@ class RemoteService:
 
     @property
     def alive(self) -> bool:
+        """True while the rank's process has not ended the connection."""
         return self._thread.is_alive()
 
     def stop(self) -> None:
+        """End the connection, which ends the rank's service."""
         self._channel.close()
 
     def _run(self) -> None:
@@ -185,17 +188,17 @@ def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) 
 
     def open_own_transport(admit: AdmitData) -> Transport:
         return open_transport(
-            setup.transport, setup.agent, pool, admit, setup.host, secret=setup.secret
+            setup.transport, setup.agent, pool, admit, host=setup.host, secret=setup.secret
         )
 
     service = TransferService(
-        setup.agent,
-        pool,
-        LaneEnd(pool.layout, rank, rank_count),
-        setup.compatibility,
-        open_own_transport,
-        channel.send,
-        TicketTimeouts(total_s=setup.timeout_s),
+        agent=setup.agent,
+        pool=pool,
+        end=LaneEnd(pool.layout, rank, rank_count),
+        compatibility=setup.compatibility,
+        open_transport=open_own_transport,
+        deliver=channel.send,
+        timeouts=TicketTimeouts(total_s=setup.timeout_s),
         digester=pool.digester,
     )
     try:

@@ -84,7 +84,7 @@ class WorkerReporter:
 
 
 def _load_changed(last: EngineObservation, observation: EngineObservation) -> bool:
-    """Whether the pool or the number of sequences is another than before."""
+    """Return whether the pool or the number of sequences is another than before."""
     return (
         observation.free_blocks != last.free_blocks
         or observation.running_sequences != last.running_sequences

@@ -26,12 +26,12 @@ FOLDER_LIMIT = 64
 class Tiering:
     """Moves blocks between the engine's pool and the tiers, on the tiers' thread.
 
-    Prefixes are loaded on behalf of the worker's role (its core without I/O, which keeps track of
-    attempts): `tell_role` gets a `BlocksLoaded` for each `LoadBlocks`. The engine demotes blocks by
-    itself: `submit_to_engine` gets a `BlockDemoted` for each block of a `DemoteBlocks`. Both
-    callables must be safe to call from any thread: they are called on the tiers' thread, or on the
-    caller's where the tiers refuse a request. `pool` names the pool of workers, `prefill` or
-    `decode`.
+    `pool` is the worker's pool, `prefill` or `decode`.
+
+    The worker's role has prefixes loaded: `tell_role` gets a `BlocksLoaded` for each `LoadBlocks`.
+    The engine demotes blocks by itself: `submit_to_engine` gets a `BlockDemoted` for each block of
+    a `DemoteBlocks`. Both callables must be safe to call from any thread: they are called on the
+    tiers' thread, or on the caller's where the tiers refuse a request.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Tiering:
         return self._kv.view[block * size : (block + 1) * size]
 
     def load(self, command: LoadBlocks) -> None:
-        """Copy content of the tiers into the pool; answered by `BlocksLoaded`, whatever happens.
+        """Copy blocks from the tiers into the pool; `BlocksLoaded` follows, whatever happens.
 
         The command's blocks follow the `held_blocks` leading blocks of a prompt that the pool has.
         The answer counts the prompt's leading blocks that the pool has now: the `held_blocks` and

@@ -42,23 +42,29 @@ def make_rank_services(
     """
     pool = engine.kv_pool
     ranks = 1 + len(engine.rank_sockets)
+    agent = f"{worker}:0"
 
     def open_own_transport(admit: AdmitData) -> Transport:
         if cores:  # this runs on the transfer thread
             os.sched_setaffinity(0, cores)
-        agent = f"{worker}:0"
         return open_transport(
-            settings.transport, agent, pool, admit, host, corrupt_writes, secret=secret
+            settings.transport,
+            agent,
+            pool,
+            admit,
+            host=host,
+            corrupt=corrupt_writes,
+            secret=secret,
         )
 
     own_service = TransferService(
-        f"{worker}:0",
-        pool,
-        LaneEnd(pool.layout, 0, ranks),
-        engine.compatibility,
-        open_own_transport,
-        on_outcome,
-        TicketTimeouts(total_s=settings.timeout_s),
+        agent=agent,
+        pool=pool,
+        end=LaneEnd(pool.layout, 0, ranks),
+        compatibility=engine.compatibility,
+        open_transport=open_own_transport,
+        deliver=on_outcome,
+        timeouts=TicketTimeouts(total_s=settings.timeout_s),
         digester=pool.digester,
         facts=engine.format_facts,
     )

@@ -25,7 +25,8 @@ PAUSE_S = 0.25  #: Between two tries.
 RETRYABLE = {409, 429, 502, 503}  #: Statuses after which the same request may be sent again.
 QUESTION = [{"role": "user", "content": "What is prefill?"}]
 
-#: Pieces of answers: (number of the answer, text).
+#: Pieces of answers: (number of the answer, text). The tokens' logprobs are an answer of their own,
+#: under the number `~answer`: which tokens come in one event depends on time, what they are does not.
 Pieces = list[tuple[int, str]]
 
 
@@ -44,8 +45,10 @@ def _of_chat(event: dict[str, Any]) -> Pieces:
     for choice in event.get("choices", []):
         text = choice["delta"].get("content") or ""
         scores = (choice.get("logprobs") or {}).get("content") or []
-        text += "".join(f"[{score['logprob']:.6f}]" for score in scores)
         pieces.append((choice["index"], text + (choice.get("finish_reason") or "")))
+        if scores:
+            logprobs = "".join(f"[{score['logprob']:.6f}]" for score in scores)
+            pieces.append((~choice["index"], logprobs))
     return pieces
 
 

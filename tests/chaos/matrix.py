@@ -10,7 +10,7 @@ import numpy as np
 
 HEAD = """# What happens when a process dies
 
-Two prefill and two decode workers, a router, a gateway and Control on one machine, under a load of eight users who send
+Two prefill and two decode workers, a router, two gateways and Control on one machine, under a load of eight users who send
 requests of {kinds} kinds one after the other. Each answer is compared with the answer of an undisturbed cluster, byte
 for byte. Run on {day}:
 

@@ -84,7 +84,7 @@ def run(plan: Plan) -> None:
         if not any(one.fault == fault.name and one.number == number for one in done)
     ]
     while missing:
-        arguments = ("--prefill", "2", "--decode", "2")
+        arguments = ("--prefill", "2", "--decode", "2", "--set", "gateway.replicas=2")
         with running(plan.folder / "serve.log", *arguments) as live:
             while missing:
                 fault, number = missing.pop(0)

@@ -6,6 +6,7 @@ from datetime import date
 from typing import Any
 
 from .faults import FAULTS
+from .load import KINDS
 from .matrix import Repetition, matrix_page
 
 
@@ -20,6 +21,23 @@ def repetition(fault: str, number: int, **changes: Any) -> Repetition:
         "leaks": "",
     }
     return Repetition(fault, number, **{**figures, **changes})
+
+
+def test_an_answer_is_the_same_whichever_tokens_come_in_one_event() -> None:
+    def event(text: str, *logprobs: float) -> dict[str, Any]:
+        scores = {"content": [{"logprob": logprob} for logprob in logprobs]}
+        return {"choices": [{"index": 0, "delta": {"content": text}, "logprobs": scores}]}
+
+    def texts(*events: dict[str, Any]) -> dict[int, str]:
+        found: dict[int, str] = {}
+        for one in events:
+            for number, text in KINDS[0].read(one):
+                found[number] = found.get(number, "") + text
+        return found
+
+    apart = texts(event("a", -1.0), event("b", -2.0))
+    assert texts(event("ab", -1.0, -2.0)) == apart
+    assert texts(event("ab", -1.0, -2.5)) != apart
 
 
 def test_a_row_adds_up_its_repetitions() -> None:

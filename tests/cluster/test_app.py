@@ -52,6 +52,23 @@ def test_the_arguments_reach_every_deployment(monkeypatch: pytest.MonkeyPatch) -
     assert len(config.placement_group_bundles) == 2
 
 
+def test_one_gateway_stays_at_the_head_and_several_run_on_any_node() -> None:
+    head = {"node:__internal_head__": 0.001}
+    one = deployments({}, front_application)["Gateway"]
+    assert one._deployment_config.num_replicas == 1
+    assert one._replica_config.ray_actor_options["resources"] == head
+    made = deployments({"gateway": {"replicas": 3}}, front_application)
+    assert made["Gateway"]._deployment_config.num_replicas == 3
+    assert not made["Gateway"]._replica_config.ray_actor_options.get("resources")
+    assert made["Control"]._replica_config.ray_actor_options["resources"] == head
+
+
+@pytest.mark.parametrize("replicas", [0, 65])
+def test_the_number_of_gateways_is_bounded(replicas: int) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.replicas"):
+        front_application({"gateway": {"replicas": replicas}})
+
+
 def test_a_replica_on_gpus_sees_those_of_all_its_ranks() -> None:
     decode = {"tensor_parallel": 4, "engine": {"device": "cuda"}}
     args = {"pools": {"decode": decode}, "kv_transfer": {"transport": "nixl"}}

@@ -39,8 +39,8 @@ from diptych.cluster.bench.live.layouts import (
 )
 from diptych.cluster.bench.live.loads import (
     ChatLoad,
+    LengthRange,
     PoissonLoad,
-    TokenRange,
     digest,
     poisson_arrivals,
     warm_up_requests,
@@ -63,8 +63,8 @@ from tests.support.fake_vllm import calls, write_fake_python
 
 BIN = Path(sys.executable).parent
 SLO = LiveSlo.parse("2s:50ms")
-FEW = TokenRange(20, 40)
-SHORT = TokenRange(4, 8)
+FEW = LengthRange(20, 40)
+SHORT = LengthRange(4, 8)
 WORDS = Words(("of", "to"), 3)
 PAGE = {"table": "slo", "rows": [], "missing": [], "differing_requests": []}
 
@@ -130,7 +130,7 @@ def test_a_digest_sees_other_words() -> None:
 
 def test_layouts_share_the_cores_and_get_equal_limits(tmp_path: Path) -> None:
     serving = DiptychServing(
-        model=tmp_path, cores=(0, 1, 2, 3), max_model_len=99, ttft_s=2.0, itl_s=0.05
+        model=tmp_path, cores=(0, 1, 2, 3), max_model_len=99, ttft="2s", itl_s=0.05
     )
     split = diptych_arguments(parse_diptych_layout("1P1D"), serving, tmp_path)
     mixed = diptych_arguments(parse_diptych_layout("1M"), serving, tmp_path)
@@ -169,7 +169,7 @@ def test_a_layout_that_cannot_serve_is_refused_by_name(name: str) -> None:
 
 
 def test_too_few_cores_are_refused(tmp_path: Path) -> None:
-    serving = DiptychServing(model=tmp_path, cores=(0,), max_model_len=9, ttft_s=1.0, itl_s=1.0)
+    serving = DiptychServing(model=tmp_path, cores=(0,), max_model_len=9, ttft="1s", itl_s=1.0)
     with pytest.raises(LiveBenchError, match="1P1D needs 2 cores"):
         diptych_arguments(parse_diptych_layout("1P1D"), serving, tmp_path)
 

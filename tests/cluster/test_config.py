@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError, load_config, parse_overrides
+from diptych.cluster.router_service import router_config
 from diptych.cluster.worker.core import engine_config
 from diptych.engine.options import (
     ComputeSettings,
@@ -15,6 +16,7 @@ from diptych.engine.options import (
     SchedulerLimits,
     SchedulerSettings,
 )
+from diptych.router import SloClass, TenantTargets
 
 
 def test_defaults_are_one_prefill_and_one_decode_worker_always_disaggregated() -> None:
@@ -30,6 +32,47 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     config = load_config(file, parse_overrides(["router.queue_max=9", "gateway.http_port=8123"]))
     assert (config.router.queue_max, config.router.queue_ttl_s) == (9, 2.0)
     assert (config.slo.ttft_ms, config.gateway.http_port) == (100, 8123)
+
+
+def test_a_ttft_target_is_an_expression_or_a_time_and_never_both() -> None:
+    def target(**slo: Any) -> str:
+        return str(ClusterConfig.model_validate({"slo": slo}).slo.ttft_target)
+
+    assert target() == "2s"
+    assert target(ttft_ms=1500) == target(ttft="1500ms") == "1.5s"
+    assert target(ttft="max(1s,3x)") == "max(1s, 3x)"
+    for wrong, said in (
+        ({"slo.ttft": "2s", "slo.ttft_ms": 2000}, "slo: .*ttft and ttft_ms are both set"),
+        ({"slo.ttft": "3y"}, "slo.ttft: .*3y is no part of a target like"),
+        ({"slo.tenants.acme.ttft": "fast"}, "slo.tenants.acme.ttft: .*no part of a target"),
+        ({"router.classes.chat.ttft": "0s"}, "router.classes.chat.ttft: .*more than 0"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            load_config(None, wrong)
+
+
+def test_targets_of_classes_and_tenants_reach_the_router() -> None:
+    given = {
+        "slo.ttft": "max(1s,3x)",
+        "slo.tenants.acme": {"ttft": "500ms", "itl_ms": 30},
+        "router.classes": {"chat": {}, "batch": {"ttft": "60s", "itl_ms": 1000, "priority": 1}},
+    }
+    made = router_config(load_config(None, given))
+    assert made.ttft == "max(1s, 3x)" and made.ttft_target.needs_isolated
+    assert made.tenants == {"acme": TenantTargets("500ms", 0.03)}
+    assert made.classes["batch"] == SloClass(priority=1, ttft="60s", itl_s=1.0)
+    assert made.classes["chat"].ttft == ""
+
+
+def test_a_model_s_own_target_replaces_the_common_one_by_whichever_name() -> None:
+    models = {"a": {"slo": {"ttft": "3x"}}, "b": {"slo": {"ttft_ms": 700}}, "c": {"slo": {}}}
+    for common in ({"ttft_ms": 1500}, {"ttft": "1500ms"}):
+        config = ClusterConfig.model_validate({"slo": {**common, "itl_ms": 40}, "models": models})
+        again = ClusterConfig.model_validate(config.model_dump())
+        for tree in (config, again):
+            found = [str(tree.of_model(name).slo.ttft_target) for name in "abc"]
+            assert found == ["3x", "700ms", "1.5s"]
+            assert tree.of_model("a").slo.itl_ms == 40
 
 
 def test_a_step_has_nine_tenths_of_the_itl_target_unless_the_pool_says_otherwise() -> None:

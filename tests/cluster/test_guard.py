@@ -164,6 +164,8 @@ def test_terms_are_those_of_headers_then_of_the_key_then_the_default() -> None:
     asked = {"x-slo-ttft-ms": "250", "x-slo-itl-ms": "12.5", "x-session-id": "s-1"}
     told = read({**asked, "x-request-timeout-ms": "1500"}, None, now=7.0)
     assert told == Terms("", "interactive", 0.25, 0.0125, 8.5, "s-1")
+    words = read({"x-slo-ttft": "max( 1000ms,3x )", "x-slo-itl": "0.03s"})
+    assert words == Terms(itl_target_s=0.03, ttft_target="max(1s, 3x)")
     assert read({}, a_key(slo_class="gone")).slo_class == "interactive"  # no longer configured
 
 
@@ -175,6 +177,10 @@ def test_terms_are_those_of_headers_then_of_the_key_then_the_default() -> None:
         ({"x-slo-ttft-ms": "fast"}, "x-slo-ttft-ms"),
         ({"x-slo-ttft-ms": "0"}, "x-slo-ttft-ms"),
         ({"x-slo-itl-ms": "-5"}, "x-slo-itl-ms"),
+        ({"x-slo-ttft": "3y"}, "x-slo-ttft: 3y: 3y is no part of a target like 2s"),
+        ({"x-slo-itl": "3x"}, "x-slo-itl: 3x is no time like 50ms"),
+        ({"x-slo-ttft": "2s", "x-slo-ttft-ms": "2000"}, "are the same target: send one"),
+        ({"x-slo-itl": "50ms", "x-slo-itl-ms": "50"}, "are the same target: send one"),
         ({"x-slo-itl-ms": "nan"}, "x-slo-itl-ms"),
         ({"x-request-timeout-ms": "inf"}, "x-request-timeout-ms"),
         ({"x-session-id": "a b"}, "x-session-id"),

@@ -34,7 +34,7 @@ from diptych.cluster.telemetry.worker_metrics import (
     TransportDetector,
     worker_rows,
 )
-from diptych.engine.engine import STEP_ROWS_BOUNDS, STEP_SECONDS_BOUNDS
+from diptych.engine.step_counters import STEP_SECONDS_BOUNDS, STEP_TOKENS_BOUNDS
 from diptych.engine.vllm.statistics import VllmStatistics
 from diptych.kv_transfer.statistics import Histogram, TransferStatistics
 from diptych.protos import frames as f
@@ -112,7 +112,7 @@ def worker_statistics() -> dict[str, Any]:
     gauges, steps, tokens = (
         TransferStatistics(),
         Histogram(STEP_SECONDS_BOUNDS),
-        Histogram(STEP_ROWS_BOUNDS),
+        Histogram(STEP_TOKENS_BOUNDS),
     )
     gauges.record_received_bytes("prefill/a:0", 3 * MINIMUM_KV_BYTES)
     gauges.record_arrival(0.004, 0.001)
@@ -141,7 +141,7 @@ def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
     router.counts.count_placement(True, "push", 0.1)
     router.counts.count_first_token(0.2, 0.3)
     router.counts.refused["queue_full"] += 1
-    router.goodput.observe(outcome_of(ended, "stop"), 1.0)
+    router.goodput.observe(outcome_of(ended, "stop"), 2.0, 0.2, 1.0)
     card = f.WorkerCard("prefill/a", "prefill", "prefill", "h:1", "a", 1)
     router.fleet.join(card)
     control.pools = {"prefill": {"running": 1, "target": 2}}

@@ -152,7 +152,7 @@ def received(bench: Bench, name: str) -> int:
 
 
 def computed(bench: Bench, name: str) -> int:
-    return bench.nodes[name].engine.prefill_tokens
+    return bench.nodes[name].engine.counters.prefill_tokens
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl", "shm"])

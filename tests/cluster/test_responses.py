@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from diptych.cluster.gateway.apis.api import ApiCall, CallAnswers, EventEncoder
 from diptych.cluster.gateway.apis.response_items import InputItem, chat_messages
 from diptych.cluster.gateway.apis.response_shape import ResponseShape, _TextTokens
-from diptych.cluster.gateway.apis.response_store import ResponseStore
+from diptych.cluster.gateway.apis.response_store import ResponseStore, Turn, check_conversation
 from diptych.cluster.gateway.apis.response_tools import custom_arguments, custom_input
 from diptych.cluster.gateway.apis.responses import ResponsesRequest
 from diptych.cluster.gateway.apis.schema import parse_body
@@ -582,7 +581,7 @@ def test_the_result_of_a_call_may_follow_the_response_that_made_it(gateway: Stan
     {"previous_response_id": "resp_x"}, {"input": [{"type": "item_reference", "id": "msg_x"}]},
 ])  # fmt: skip
 def test_what_is_not_stored_is_not_found(gateway: StandIn, fields: dict) -> None:
-    assert "another gateway has it" in refused(gateway, 404, **fields)
+    assert "its gateway has ended" in refused(gateway, 404, **fields)
 
 
 def test_tenants_see_their_own_responses_only(tmp_path: Path) -> None:
@@ -622,10 +621,13 @@ def response(response_id: str, text: str = "x") -> dict:
 
 
 def has(store: ResponseStore, tenant: str, response_id: str) -> bool:
-    with suppress(ApiError):
-        store.get(tenant, response_id)
-        return True
-    return False
+    return store.find(tenant, response_id) is not None
+
+
+def turns_of(store: ResponseStore, tenant: str, response_id: str) -> tuple[Turn, ...]:
+    stored = store.find(tenant, response_id)
+    assert stored
+    return stored.turns
 
 
 def test_the_store_forgets_what_nobody_used_for_a_while() -> None:
@@ -663,7 +665,7 @@ def test_turns_that_responses_share_count_once() -> None:
     turns: tuple = ()
     for number in range(20):
         store.put("a", response(f"r{number}"), [{"text": "y" * 100_000}], turns)
-        turns = store.turns("a", f"r{number}")
+        turns = turns_of(store, "a", f"r{number}")
     assert len(turns) == 20 and 2_000_000 < store.held_bytes < 2_100_000
     store.put("a", response("r19"), [], turns[:-1])
     assert 1_900_000 < store.held_bytes < 2_000_000, (
@@ -676,7 +678,7 @@ def test_turns_that_responses_share_count_once() -> None:
     assert store.held_bytes == 0
     store.put("a", response("long"), [{"text": "y" * (9 << 20)}])
     with pytest.raises(ApiError, match="begin another one"):
-        store.turns("a", "long")
+        check_conversation(turns_of(store, "a", "long"))
 
 
 # ---- failures ------------------------------------------------------------------------------------

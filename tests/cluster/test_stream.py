@@ -13,7 +13,9 @@ import msgspec
 import pytest
 from diptych.cluster.gateway.attempt.generator import HANDOVERS_MAX, Generator, RetryState
 from diptych.cluster.gateway.attempt.request import AnswerUpdate, Request
+from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.gateway.errors import ApiError
+from diptych.cluster.telemetry.gateway_metrics import outcome_of
 from diptych.engine.sequence import sampling_of_answer
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
@@ -185,6 +187,32 @@ def test_a_retry_keeps_its_deadline_until_it_has_a_token() -> None:
     assert second.waited_s > first.waited_s >= 0, "since it arrived"
 
 
+def test_what_the_targets_first_came_to_holds_for_all_attempts_and_for_goodput() -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.PlaceAttempt):
+            seconds = 1.62 if frame.attempt_key[1] == 0 else 9.0
+            plane.put(
+                msgspec.structs.replace(
+                    placed(frame.attempt_key),
+                    ttft_target_s=seconds,
+                    itl_target_s=0.05,
+                    ttft_target="max(1s, 3x)",
+                )
+            )
+        elif isinstance(frame, f.StartPrefill) and frame.attempt_key[1] == 0:
+            plane.put(f.AttemptFailed(frame.attempt_key, "d", "kv_checksum"))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(tokens(frame.attempt_key, 0, 10, finish="stop"))
+
+    _, plane, request = run(script)
+    first, second = (frame for frame in plane.said if isinstance(frame, f.PlaceAttempt))
+    assert (first.ttft_s, first.itl_s, first.ttft) == (0.0, 0.0, "")
+    assert (second.ttft_s, second.itl_s, second.ttft) == (1.62, 0.05, "max(1s, 3x)")
+    outcome = outcome_of(request, "stop")
+    assert (outcome.ttft_target_s, outcome.itl_target_s) == (1.62, 0.05)
+    assert outcome.prompt_tokens == 3
+
+
 def test_hashes_go_on_into_the_journal() -> None:
     ids = list(range(100))
     request = Request("r", ids, block_hashes(ids, b"salt"), f.Sampling(99), b"salt")
@@ -199,9 +227,12 @@ def test_hashes_go_on_into_the_journal() -> None:
     assert attempt.resumed_tokens == 40 and request.prompt_ids == ids
 
 
-@pytest.mark.parametrize(("is_connected", "limit_s"), [(True, 5.0), (False, 5.0), (True, 0.01)])
+@pytest.mark.parametrize(
+    ("is_connected", "limit_s", "ttft_s"),
+    [(True, 5.0, 0.0), (False, 5.0, 0.0), (True, 0.01, 0.0), (True, 0.01, 5.0)],
+)
 async def test_a_place_is_waited_for_as_long_as_a_router_is_there(
-    is_connected: bool, limit_s: float
+    is_connected: bool, limit_s: float, ttft_s: float
 ) -> None:
     """The router's queue has the request; without a router, or past all limits, it is lost."""
 
@@ -216,8 +247,9 @@ async def test_a_place_is_waited_for_as_long_as_a_router_is_there(
     plane = ScriptedPlane(script)
     plane.connected_router = is_connected
     request = Request("r", [1, 2, 3], [], f.Sampling(9), b"salt")
+    request.terms = Terms(ttft_target_s=ttft_s)
     generator = Generator(plane, 3, 0.02, limit_s)  # type: ignore[arg-type]
-    if is_connected and limit_s > 1:
+    if is_connected and limit_s + ttft_s > 1:
         await generator.run(request, Reader())
         assert request.background
         return
@@ -262,7 +294,9 @@ def test_handovers_are_bounded_too() -> None:
 def test_a_worker_that_hands_over_twice_is_asked_again_after_a_pause() -> None:
     retries = RetryState(3)
     where = f.AttemptPlaced(("r", 0), 1, "p", "d", 0, 0.0)
-    pauses = [retries.record(f.AttemptFailed(("r", 0), "d", "handover"), where) for _ in range(4)]
+    pauses = [
+        retries.record(f.AttemptFailed(("r", 0), "d", "handover"), where, 0) for _ in range(4)
+    ]
     assert pauses == [0.0, 0.08, 0.16, 0.32]
     assert retries.failed_attempts == 0 and not retries.exhausted
 
@@ -364,7 +398,10 @@ def repeated(answers: list[list[int]], order: random.Random) -> Callable:
         left[of] -= 1
         if left[of] >= 0:
             told = told[: order.randint(0, len(told) - 1)]
-            told.append(f.AttemptFailed(frame.attempt_key, "d", "worker_lost"))
+            # Two workers lost at one place would end the request (`crashes.py`).
+            first = not part and frame.attempt_key[1] == 0
+            reason = "worker_lost" if first else "kv_timeout"
+            told.append(f.AttemptFailed(frame.attempt_key, "d", reason))
         plane.put(*told)
 
     return script

@@ -20,9 +20,16 @@ from diptych.protos import handshake
 from diptych.protos.handshake import PeerIdentity, with_length
 
 
+async def answer_of(peer: Any) -> Any:
+    """The next frame that is no heartbeat, of which a loaded machine lets some come first."""
+    while isinstance(frame := await peer.receive(), f.Heartbeat):
+        pass
+    return frame
+
+
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):  # a bound only: the slowest takes 4 s alone
             await test()
 
     asyncio.run(bounded())
@@ -360,7 +367,7 @@ async def fuzz(count: int, caplog: pytest.LogCaptureFixture) -> None:
     assert grown < 2 << 20, f"{grown} bytes after {count} connections"
     peer = await dialled(address)
     peer.send(f.CancelAttempt(("r", 0)))
-    assert isinstance(await peer.receive(), f.AttemptFailed)
+    assert isinstance(await answer_of(peer), f.AttemptFailed)
 
 
 def test_garbage_ends_its_connection_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -396,7 +403,7 @@ def test_the_longest_frame_does_not_cut_its_own_connection_off() -> None:
         peer = await dialled(await server.listener.start("127.0.0.1"))
         request_id = "r" * (wire.FRAME_BYTES_MAX - 100)
         peer.send(f.CancelAttempt((request_id, 0)))  # not a byte is taken meanwhile, at worst
-        assert isinstance(await peer.receive(), f.AttemptFailed)
+        assert isinstance(await answer_of(peer), f.AttemptFailed)
         assert server.frames == [f.CancelAttempt((request_id, 0))]
         peer.abort()
 

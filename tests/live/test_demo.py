@@ -313,7 +313,7 @@ def test_a_stream_survives_a_process_that_freezes_for_a_while(live: Live, frozen
                 eventually(noticed)
                 os.kill(pid, signal.SIGCONT)
     assert text == PAIRS[question]
-    eventually(lambda: live.status()["state"] == "healthy")
+    live.until_healthy()
     eventually(live.idle)
     assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
 

@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from tests.live.test_demo import ANSWER, QUESTION
 from tests.support.live import Live, eventually, running
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def ended(live: Live, request: str) -> list[dict]:

@@ -9,7 +9,7 @@ import pytest
 from tests.live.test_demo import ANSWER, QUESTION
 from tests.support.live import eventually, running
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("transport", [pytest.param("nixl", marks=pytest.mark.long), "tcp"])

@@ -148,8 +148,10 @@ def refusal(address: str, home: Path, *flags: str, **environment: str) -> str:
     return lines[0]
 
 
-def test_joining_without_the_right_token_is_refused(tmp_path: Path) -> None:
-    with head(token_environment(tmp_path)) as address:
+@pytest.mark.slow
+def test_a_ray_of_others_is_joined_with_its_token_alone(tmp_path: Path) -> None:
+    environment = token_environment(tmp_path)
+    with head(environment) as address:
         home = tmp_path / "home"
         home.mkdir()
         (tmp_path / "wrong").write_text("0" * 64)
@@ -161,7 +163,14 @@ def test_joining_without_the_right_token_is_refused(tmp_path: Path) -> None:
         assert "asks for a token" in refusal(address, home, "--set", "ray.auth=disabled")
         assert not (home / ".ray").exists(), "a token was made in the shared place"
 
+        # Each application is built by a process of its own there, and nobody gave them a secret.
+        flags = ["--ray-address", address, "--set", "kv_transfer.transport=tcp"]
+        with running(tmp_path / "serve.log", *flags, environment=environment) as live:
+            reply = live.chat("What is prefill?", max_tokens=8)
+            assert reply.json()["usage"]["completion_tokens"] == 8, reply.text
 
+
+@pytest.mark.slow
 def test_a_ray_that_asks_nobody_or_is_gone_is_not_joined(tmp_path: Path) -> None:
     with head({**os.environ, AUTH_MODE: "disabled"}) as address:
         assert "asks nobody for a token" in refusal(address, tmp_path)

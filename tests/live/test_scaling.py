@@ -201,4 +201,4 @@ def test_a_flipped_worker_that_dies_comes_back_in_its_home_role(live: Live) -> N
         return victim["id"] not in roles and list(roles.values()) == ["decode", "decode"]
 
     eventually(back, 90)
-    assert live.status()["state"] == "healthy"
+    live.until_healthy()

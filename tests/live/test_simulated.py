@@ -100,7 +100,7 @@ def attainment(found: Calibration, rate: float) -> float:
     recorded = found.run
     assert recorded is not None
     fleet = found.fleet(recorded.threads)
-    slo = Slo.parse(recorded.slo, fleet.reference)
+    slo = Slo.parse(recorded.slo, fleet.costs)
     trace = load_trace(f"{SHAPE}:{max(8, round(SECONDS * rate))}")
     case = Case(trace, fleet, slo, router_config=recorded.router)
     ran = simulate_case(case, Split.parse(recorded.split), rate / fleet.gpus, 0)

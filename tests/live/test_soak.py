@@ -63,4 +63,4 @@ def test_rounds_of_load_and_kills_leave_no_wrong_answer_and_no_leak(
         for _ in range(rounds):
             assert asyncio.run(_round(live, draw)) == []
             eventually(live.idle, seconds=60)
-            eventually(lambda: live.status()["state"] == "healthy", seconds=60)
+            live.until_healthy()

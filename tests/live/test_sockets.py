@@ -16,7 +16,7 @@ import httpx
 import pytest
 from diptych.cluster.gateway.edge.keys import add_key
 
-from tests.support.live import Live, running
+from tests.support.live import Live, eventually, running
 from tests.support.sockets import (
     ListeningSocket,
     StrangerAnswer,
@@ -25,7 +25,7 @@ from tests.support.sockets import (
     processes_of,
 )
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 REPLICAS = ("Gateway", "Router", "Control", "PrefillWorker", "DecodeWorker")
@@ -66,7 +66,7 @@ CHANNELS = (
         "admin API, HTTP", ("Control",), "operators", "admin key", answered=OPEN_PATHS_OF_CONTROL
     ),
     Channel("admin API, gRPC", ("Control",), "operators", "admin key"),
-    Channel("frames", ("Router", *WORKERS), "gateways, workers, Control", SECRET),
+    Channel("frames", ("Gateway", "Router", *WORKERS), "gateways, workers, Control", SECRET),
     Channel("KV over TCP", WORKERS, "workers", SECRET, transport="tcp"),
     Channel("UCX", WORKERS, "workers", "**none**", transport="nixl"),
     Channel("metrics", REPLICAS, "Prometheus", "none", answered=frozenset({"/metrics"})),
@@ -121,7 +121,7 @@ class Site:
         }
 
 
-@pytest.fixture(scope="module", params=["nixl", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["nixl", pytest.param("tcp", marks=pytest.mark.long)])
 def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
@@ -174,8 +174,9 @@ def test_nobody_was_hurt_by_the_strangers(site: Site) -> None:
     url = f"{site.live.url}/v1/chat/completions"
     response = httpx.post(url, json=body, headers=headers, timeout=60)
     assert response.status_code == 200 and len(response.headers["x-route"].split(",")) == 2
+    eventually(lambda: site.status()["state"] == "healthy")
     status = site.status()
-    assert status["state"] == "healthy" and status["requests"]["retries"] == 0
+    assert status["requests"]["retries"] == 0
     for worker in status["workers"]:
         assert worker["transfer"]["transport"] == site.transport
         assert worker["transfer"]["sessions"] == 1 and not worker["transfer"]["failures"]

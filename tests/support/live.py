@@ -70,6 +70,17 @@ class Live:
     def status(self) -> dict[str, Any]:
         return httpx.get(f"{self.control}/admin/v1/cluster", timeout=10).json()
 
+    def until_healthy(self, seconds: float = 60.0) -> None:
+        """Wait until the status is healthy; AssertionError with its reasons when time is up.
+
+        For a moment after a change the status may be degraded: Serve's controller, which has just
+        been busy, answers late.
+        """
+        deadline = time.monotonic() + seconds
+        while (status := self.status())["state"] != "healthy":
+            assert time.monotonic() < deadline, f"still degraded: {status['reasons']}"
+            time.sleep(0.1)
+
     def worker(self, home: str) -> dict[str, Any]:
         """Statistics of the (only) worker of a pool."""
         return next(w for w in self.status()["workers"] if w["home"] == home)

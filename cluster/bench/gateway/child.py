@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .cluster import BenchCluster, BenchError, run_cluster
+from .cluster import BenchError, MeasuredCluster, run_cluster
 from .measure import ClientLoad, GatewayMeasurement, build, flat_load, measure, paced_load, row
 
 #: Tokens a second of each stream where slow clients are measured: 1,200 streams of it do not fill
@@ -51,7 +51,9 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def measure_loads(cluster: BenchCluster, client: Path, options: dict[str, Any]) -> dict[str, Any]:
+def measure_loads(
+    cluster: MeasuredCluster, client: Path, options: dict[str, Any]
+) -> dict[str, Any]:
     """Return a flat and a paced row for each number of streams.
 
     Flat streams are as fast as everything goes; paced ones have a steady number of tokens a second.
@@ -66,13 +68,13 @@ def measure_loads(cluster: BenchCluster, client: Path, options: dict[str, Any]) 
     return {"rows": rows}
 
 
-def _warm_up(cluster: BenchCluster, client: Path) -> None:
+def _warm_up(cluster: MeasuredCluster, client: Path) -> None:
     """Send requests whose measurement is of no use: the first ones import and connect."""
     with contextlib.suppress(BenchError):
         measure(cluster, WARM_UP, client)
 
 
-def measure_slow_clients(cluster: BenchCluster, client: Path) -> dict[str, Any]:
+def measure_slow_clients(cluster: MeasuredCluster, client: Path) -> dict[str, Any]:
     """Measure healthy clients alone, then among slow ones and others that go away.
 
     `itl_p99_ratio` compares the gaps between tokens of healthy streams, crowd over alone; 1 means

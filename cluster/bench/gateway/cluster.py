@@ -46,7 +46,7 @@ class BenchError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class BenchCluster:
+class MeasuredCluster:
     """A running cluster: the port of 127.0.0.1 where clients connect, and its processes."""
 
     port: int
@@ -69,7 +69,7 @@ class BenchCluster:
 
 
 @contextlib.contextmanager
-def run_cluster(proxy: str, model: Path) -> Iterator[BenchCluster]:
+def run_cluster(proxy: str, model: Path) -> Iterator[MeasuredCluster]:
     """Run a cluster in this process, once: Ray reads its switches at import. Raises BenchError.
 
     `proxy` is `python` or `haproxy`, which are Serve's, or `none`: the gateway's own socket. Of
@@ -94,7 +94,7 @@ def run_cluster(proxy: str, model: Path) -> Iterator[BenchCluster]:
         listen = "gateway" if proxy == "none" else "serve"
         serve.run(_application(model, port, listen), name="diptych", blocking=False)
         _wait_until_ready(port)
-        yield BenchCluster(port)
+        yield MeasuredCluster(port)
     finally:
         import ray
         from ray import serve

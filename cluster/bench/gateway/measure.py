@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .cluster import HOST, BenchCluster, BenchError
+from .cluster import HOST, BenchError, MeasuredCluster
 from .usage import REST, TITLES
 
 #: The load generator, in C so that it takes little of the CPU that the cluster needs.
@@ -85,7 +85,7 @@ def build(folder: Path) -> Path:
     return program
 
 
-def measure(cluster: BenchCluster, load: ClientLoad, client: Path) -> GatewayMeasurement:
+def measure(cluster: MeasuredCluster, load: ClientLoad, client: Path) -> GatewayMeasurement:
     """Put the load on the cluster and measure it while all streams run.
 
     That is from the moment at which every stream has its first token until the first stream ends.

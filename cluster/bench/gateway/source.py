@@ -1,10 +1,11 @@
 """A worker that computes nothing: real frames at the rhythm of engine steps, as fast as is asked.
 
 A request's seed is its pace: tokens a second of each stream. All streams of a pace take their
-tokens in one step, as from one engine. Pace 0 is flat out, as fast as the gateway reads; such
-streams begin together, once no further stream (of any pace) has come for `QUIET_S`, and one that
-comes later joins at once. As in a real cluster, a stream's first token comes from the prefill
-worker. The bench's clients ask for more than one token, and resume no answer.
+tokens in one step, as from one engine. Pace 0 is flat out, as fast as the gateway reads. Streams of
+pace 0 begin together, once no further stream (of any pace) has come for `QUIET_S`; one that comes
+while they run joins at once. As in a real cluster, a stream's first token comes from the prefill
+worker. A source of the prefill pool ends no answer: it relies on the bench's clients, which ask for
+more than one token and resume no answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...wire.connection import FrameConnection, FrameListener
 from ...wire.router_link import RouterLink
 
 SILENCE_S = 10.0  #: A router or gateway that is silent for so long counts as lost.
-QUIET_S = 1.0  #: Without a new stream, before streams of pace 0 begin.
+QUIET_S = 1.0  #: Seconds without a new stream before the streams of pace 0 begin.
 
 
 @dataclass(slots=True)
@@ -31,12 +32,12 @@ class TokenStream:
 
     #: The gateway that asked.
     peer: FrameConnection
-    #: Tokens a second; 0: flat out.
+    #: Tokens a second; 0 is flat out.
     pace: int
-    #: The stream ends when its answer has as many.
+    #: The stream ends when its answer has so many tokens.
     max_tokens: int
-    #: Tokens that the answer has; those of other workers count too.
-    sent_tokens: int
+    #: Tokens that the answer has so far, also those that other workers generated.
+    answer_tokens: int
 
 
 class TokenSource:
@@ -90,7 +91,8 @@ class TokenSource:
             max_running=1 << 14,
             chunk_tokens=1 << 14,
         )
-        self._router_link.send(frames.JoinRouter(card, self._router_link.term, []))
+        # Without hashes, as nothing is cached here, and without reservations, as room is ample.
+        self._router_link.send(frames.JoinRouter(card, self._router_link.term))
 
     async def _serve(self, peer: FrameConnection, _: frames.Hello) -> None:
         """Handle a gateway's frames until the gateway leaves; its streams end with it."""
@@ -131,7 +133,7 @@ class TokenSource:
             peer=peer,
             pace=pace,
             max_tokens=frame.sampling.max_tokens,
-            sent_tokens=frame.resumed_tokens + (1 if frame.prefill_worker else 0),
+            answer_tokens=frame.resumed_tokens + (1 if frame.prefill_worker else 0),
         )
         if pace not in self._steps:
             self._steps[pace] = loop.create_task(self._run_steps(pace))
@@ -171,9 +173,9 @@ class TokenSource:
         for key, stream in list(self._streams.items()):
             if stream.pace != pace:
                 continue
-            offset = stream.sent_tokens
-            stream.sent_tokens += 1
-            finish_reason = "length" if stream.sent_tokens >= stream.max_tokens else None
+            offset = stream.answer_tokens
+            stream.answer_tokens += 1
+            finish_reason = "length" if stream.answer_tokens >= stream.max_tokens else None
             token = frames.Token(token_ids[offset % len(token_ids)])
             tokens = frames.AnswerTokens(key, offset, [token], finish_reason)
             tokens_by_peer.setdefault(stream.peer, []).append(tokens)

@@ -19,7 +19,7 @@ import msgspec
 
 from .errors import LiveBenchError
 from .layouts import DiptychLayout, Layout
-from .loads import ChatLoad, ClosedLoad, Load, PoissonLoad, TokenRange, offered_seconds
+from .loads import ChatLoad, ClosedLoad, LengthRange, Load, PoissonLoad, offered_seconds
 from .results import CellResult, LiveSlo
 
 OVERLOAD_FACTORS = (1.0, 2.0, 5.0)  #: times the capacity
@@ -27,10 +27,10 @@ CAPACITY_USERS = 32  #: users of the closed loop that measures a layout's capaci
 #: Lengths of the requests in tokens. `PROMPT_TOKENS` is the default for prompts of open and closed
 #: loops, `OUTPUT_TOKENS` that for all answers. A chat's first message has `FIRST_MESSAGE_TOKENS`,
 #: its later ones have `MESSAGE_TOKENS`.
-PROMPT_TOKENS = TokenRange(512, 2048)
-OUTPUT_TOKENS = TokenRange(64, 128)
-FIRST_MESSAGE_TOKENS = TokenRange(256, 512)
-MESSAGE_TOKENS = TokenRange(64, 192)
+PROMPT_TOKENS = LengthRange(512, 2048)
+OUTPUT_TOKENS = LengthRange(64, 128)
+FIRST_MESSAGE_TOKENS = LengthRange(256, 512)
+MESSAGE_TOKENS = LengthRange(64, 192)
 THINK_S = 2.0  #: mean seconds between an answer of a chat and the user's next message
 #: Seconds that a start takes, until some were measured.
 DIPTYCH_START_S = 25.0
@@ -67,8 +67,8 @@ class LiveOptions:
     seeds: tuple[int, ...] = (1, 2, 3)  #: every load is offered once with each, to fresh servers
     rates: tuple[float, ...] = (0.5, 1.0, 1.5)  #: requests/s
     requests: int = 40  #: of each cell
-    prompt: TokenRange = PROMPT_TOKENS  #: tokens of a prompt
-    output: TokenRange = OUTPUT_TOKENS  #: tokens of an answer
+    prompt: LengthRange = PROMPT_TOKENS  #: tokens of a prompt
+    output: LengthRange = OUTPUT_TOKENS  #: tokens of an answer
     #: How long an overload sends requests; the capacity is measured in half of this time.
     seconds: float = 120.0
     sessions: int = 16  #: chats of a cell
@@ -94,8 +94,8 @@ class FactorLoad:
     capacity_key: str  #: key of the cell that measures the capacity
     factor: float
     seconds: float  #: how long requests are sent
-    prompt: TokenRange
-    output: TokenRange
+    prompt: LengthRange
+    output: LengthRange
     seed: int
 
     def at(self, capacity: float) -> PoissonLoad:

@@ -61,7 +61,7 @@ def _pick(calibration: Calibration, options: LiveOptions, *, rate: float, slo: L
     trace = load_trace(f"poisson:{options.prompt}:{options.output}:{PLANNED_REQUESTS}")
     demand = PlanDemand(
         trace,
-        slo=f"ttft={slo.ttft_s:g}s,itl={slo.itl_s * 1e3:g}ms",
+        slo=str(slo.targets),
         share=PLANNED_SHARE,
         rate=rate,
     )

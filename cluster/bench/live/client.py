@@ -175,6 +175,7 @@ def _converse(client: LoadClient, session: ChatSession) -> None:
 
 
 def main() -> None:
+    """Offer the task that stdin holds, and write its report to stdout."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=ClientTask)
     try:
         facts = probe_endpoint(task.url, seed=task.load.seed)

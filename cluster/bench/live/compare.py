@@ -10,6 +10,7 @@ cell where vLLM meets no target would make it infinite.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,11 +106,7 @@ def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
     """
     draws = _draws([len(result.report.answers) for result in run.results])
     done = run.done
-    gaps_ms = [gap for answer in done for gap in answer.gaps_ms]
-    errors: dict[str, int] = {}
-    for answer in run.answers:
-        if answer.error:
-            errors[answer.error] = errors.get(answer.error, 0) + 1
+    errors = Counter(answer.error for answer in run.answers if answer.error)
     completed = np.array([not answer.error for answer in run.answers], dtype=float)
     ttfts_s = np.array([answer.ttft_s for answer in run.answers])
     return {
@@ -119,19 +116,12 @@ def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
         "seeds": len(run.results),
         "requests": len(run.answers),
         "failed": len(run.answers) - len(done),
-        "errors": errors,
+        "errors": dict(errors),
         "done_per_s": _rate(completed, draws, run.span_s),
         "output_tokens_per_s": round(sum(answer.output_tokens for answer in done) / run.span_s, 1),
-        "prompt_hit": round(
-            sum(answer.cached_tokens for answer in done)
-            / max(1, sum(answer.prompt_tokens for answer in done)),
-            4,
-        ),
+        "prompt_hit": _prompt_hit(done),
         "ttft_s": {f"p{rank}": _percentile(ttfts_s, completed, draws, rank=rank) for rank in RANKS},
-        "itl_ms": {
-            f"p{rank}": round(float(np.percentile(gaps_ms, rank)), 1) if gaps_ms else None
-            for rank in RANKS
-        },
+        "itl_ms": _gap_percentiles_ms(done),
         "goodput": {
             str(slo): {
                 judge.value: _rate(_met(run, slo, judge), draws, run.span_s) for judge in ItlJudge
@@ -139,6 +129,21 @@ def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
             for slo in slos
         },
     }
+
+
+def _prompt_hit(answers: Sequence[MeasuredAnswer]) -> float:
+    """Return the share of the answers' prompt tokens that the server had cached."""
+    cached_tokens = sum(answer.cached_tokens for answer in answers)
+    prompt_tokens = sum(answer.prompt_tokens for answer in answers)
+    return round(cached_tokens / max(1, prompt_tokens), 4)
+
+
+def _gap_percentiles_ms(answers: Sequence[MeasuredAnswer]) -> dict[str, float | None]:
+    """Return percentiles of all gaps between tokens; None where there is no gap."""
+    gaps_ms = [gap for answer in answers for gap in answer.gaps_ms]
+    if not gaps_ms:
+        return {f"p{rank}": None for rank in RANKS}
+    return {f"p{rank}": round(float(np.percentile(gaps_ms, rank)), 1) for rank in RANKS}
 
 
 def _met(run: LayoutRuns, slo: LiveSlo, judge: ItlJudge) -> np.ndarray:
@@ -199,21 +204,8 @@ def compare_goodput(
     best = max(peers, key=lambda run: _met(run, slo, judge).sum() / run.span_s)
     our_met = _met(ours, slo, judge)
     peer_met = _met(best, slo, judge)
-    # Equal draws pick the same requests on both sides. Where a load is closed, servers have
-    # answered different numbers of requests, so each side has draws of its own.
-    draws = _draws([len(result.report.answers) for result in ours.results])
-    peer_draws = draws
-    if len(our_met) != len(peer_met):
-        peer_draws = _draws([len(result.report.answers) for result in best.results])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        drawn = (our_met[draws].sum(axis=1) / ours.span_s) / (
-            peer_met[peer_draws].sum(axis=1) / best.span_s
-        )
     our_rate = our_met.sum() / ours.span_s
     peer_rate = peer_met.sum() / best.span_s
-    ratios = np.nan_to_num(drawn, nan=1.0, posinf=math.inf)  # nothing over nothing counts as 1
-    # Without interpolation: between a number and infinity there is nothing.
-    low, high = np.percentile(ratios, INTERVAL_PERCENTILES, method="inverted_cdf")
     smoothed = ((our_met.sum() + HALF_REQUEST) / ours.span_s) / (
         (peer_met.sum() + HALF_REQUEST) / best.span_s
     )
@@ -226,10 +218,33 @@ def compare_goodput(
         "ours_per_s": round(float(our_rate), 4),
         "peer_per_s": round(float(peer_rate), 4),
         "ratio": _finite(float(our_rate / peer_rate)) if peer_rate else None,
-        "interval": [_finite(float(low)), _finite(float(high))],
+        "interval": _ratio_interval(ours, our_met, best, peer_met),
         "served_by_anybody": bool(our_rate or peer_rate),
         "smoothed_ratio": round(float(smoothed), 4),
     }
+
+
+def _ratio_interval(
+    ours: LayoutRuns, our_met: np.ndarray, peer: LayoutRuns, peer_met: np.ndarray
+) -> list[float | None]:
+    """Return the interval of our goodput over the peer's; None stands for infinity.
+
+    `our_met` and `peer_met` have one number for each request, as `_met` returns them.
+    """
+    # Equal draws pick the same requests on both sides. Where a load is closed, servers have
+    # answered different numbers of requests, so each side has draws of its own.
+    draws = _draws([len(result.report.answers) for result in ours.results])
+    peer_draws = draws
+    if len(our_met) != len(peer_met):
+        peer_draws = _draws([len(result.report.answers) for result in peer.results])
+    our_rates = our_met[draws].sum(axis=1) / ours.span_s
+    peer_rates = peer_met[peer_draws].sum(axis=1) / peer.span_s
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = our_rates / peer_rates
+    ratios = np.nan_to_num(ratios, nan=1.0, posinf=math.inf)  # nothing over nothing counts as 1
+    # Without interpolation: between a number and infinity there is nothing.
+    low, high = np.percentile(ratios, INTERVAL_PERCENTILES, method="inverted_cdf")
+    return [_finite(float(low)), _finite(float(high))]
 
 
 def compare_completion(ours: LayoutRuns, peers: Sequence[LayoutRuns]) -> dict[str, Any]:
@@ -354,7 +369,7 @@ def _overload_rows(runs: Sequence[LayoutRuns], slo: LiveSlo) -> list[dict[str, A
     rows: list[dict[str, Any]] = []
     for run in runs:
         done = run.done
-        in_time = sum(answer.ttft_s <= slo.ttft_s for answer in done)
+        in_time = sum(answer.ttft_s <= slo.ttft_s(answer.prompt_tokens) for answer in done)
         capacity = at_capacity.get(run.layout)
         rows.append(
             {

@@ -38,12 +38,14 @@ ALL_VLLM = ("vllm-chunk256", "vllm-chunk2048", "vllm-2x", "vllm-pd")
 
 @dataclass(frozen=True, slots=True)
 class DiptychLayout:
-    """Workers of ours, by role."""
+    """Workers of ours, by role. Each layout's `name` is the one that tables and options have."""
 
-    split: Split  #: how many prefill, decode and mixed workers; the last two are started alike
+    #: How many prefill, decode and mixed workers; a mixed one is started as a decode worker is.
+    split: Split
 
     @property
     def name(self) -> str:
+        """The layout's name, such as `1P1D`."""
         return str(self.split)
 
     @property
@@ -60,6 +62,7 @@ class VllmChunkLayout:
 
     @property
     def name(self) -> str:
+        """The layout's name, such as `vllm-chunk2048`."""
         return f"vllm-chunk{self.chunk_tokens}"
 
 
@@ -71,6 +74,7 @@ class VllmReplicasLayout:
 
     @property
     def name(self) -> str:
+        """The layout's name, such as `vllm-2x`."""
         return f"vllm-{self.replicas}x"
 
 
@@ -80,6 +84,7 @@ class VllmSplitLayout:
 
     @property
     def name(self) -> str:
+        """The name of the only layout of this kind."""
         return "vllm-pd"
 
 
@@ -143,7 +148,7 @@ class DiptychServing:
     model: Path
     cores: tuple[int, ...]
     max_model_len: int  #: tokens of prompt and answer together
-    ttft_s: float  #: targets for which the servers are configured
+    ttft: str  #: targets for which the servers are configured; this one as in `max(1s, 3x)`
     itl_s: float
     settings: tuple[str, ...] = ()  #: further `KEY=VALUE` of cluster.yaml
 
@@ -154,7 +159,7 @@ def diptych_arguments(layout: DiptychLayout, serving: DiptychServing, log: Path)
     threads = len(share_cores(serving.cores, split.replicas, layout.name)[0])
     is_mixed = split.mixed == split.replicas  # no worker is for one phase only
     settings = [
-        f"slo.ttft_ms={serving.ttft_s * 1e3:g}",
+        f"slo.ttft={serving.ttft}",
         f"slo.itl_ms={serving.itl_s * 1e3:g}",
         f"router.disaggregate={'never' if is_mixed else 'auto'}",
         f"router.log_folder={log}",

@@ -31,7 +31,7 @@ WARM_UP_SEED_OFFSET = 10_007
 SESSION_START_S = 1.0  #: mean seconds from the start of one chat to that of the next
 
 
-class TokenRange(msgspec.Struct, frozen=True):
+class LengthRange(msgspec.Struct, frozen=True):
     """Uniform numbers of tokens, both ends included."""
 
     low: int
@@ -46,8 +46,8 @@ class PoissonLoad(msgspec.Struct, frozen=True, tag="poisson"):
 
     rate: float
     requests: int
-    prompt: TokenRange  #: of a prompt, with the tokens that the chat template adds
-    output: TokenRange  #: of an answer
+    prompt: LengthRange  #: of a prompt, with the tokens that the chat template adds
+    output: LengthRange  #: of an answer
     seed: int
 
 
@@ -56,8 +56,8 @@ class ClosedLoad(msgspec.Struct, frozen=True, tag="closed"):
 
     users: int
     seconds: float
-    prompt: TokenRange
-    output: TokenRange
+    prompt: LengthRange
+    output: LengthRange
     seed: int
 
 
@@ -66,9 +66,9 @@ class ChatLoad(msgspec.Struct, frozen=True, tag="chat"):
 
     sessions: int
     turns: int
-    prompt: TokenRange
-    message: TokenRange
-    output: TokenRange
+    prompt: LengthRange
+    message: LengthRange
+    output: LengthRange
     think_s: float  #: mean seconds between an answer and the next message
     seed: int
 
@@ -113,7 +113,7 @@ def closed_requests(load: ClosedLoad) -> Iterator[Arrival]:
 
 
 def _arrival(
-    rng: random.Random, prompt: TokenRange, output: TokenRange, *, index: int, arrival_s: float
+    rng: random.Random, prompt: LengthRange, output: LengthRange, *, index: int, arrival_s: float
 ) -> Arrival:
     return Arrival(
         arrival_s=arrival_s,

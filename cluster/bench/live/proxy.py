@@ -126,6 +126,7 @@ async def health(_: web.Request) -> web.Response:
 
 
 def main() -> None:
+    """Serve the proxy on `--port` until a signal ends the process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--backend", action="append", required=True)

@@ -12,6 +12,9 @@ import msgspec
 import numpy as np
 
 from ....loadtests.outcomes import LoadOutcome
+from ....protos.targets import TargetError, TtftTarget, parse_time
+from ....simulator.errors import SimulationError
+from ....simulator.metrics import Slo, isolated_cost
 from .errors import LiveBenchError
 
 
@@ -24,33 +27,40 @@ class ItlJudge(StrEnum):
 
 
 class LiveSlo(msgspec.Struct, frozen=True):
-    """Targets of a request: `2s:50ms`."""
+    """Targets of a request: `2s:50ms`, or `max(1s, 3x):50ms`."""
 
-    ttft_s: float  #: limit of the time from sending to the first token
-    itl_s: float  #: limit of the gaps between tokens, judged as `ItlJudge` says
+    targets: Slo  #: TTFT from sending; gaps between tokens, judged as `ItlJudge` says
 
     @staticmethod
-    def parse(text: str) -> LiveSlo:
-        """Return the targets of a text like `2s:50ms`. Raises LiveBenchError."""
-        ttft, _, itl = text.partition(":")
+    def parse(text: str, isolated: str = "") -> LiveSlo:
+        """Return the targets of a text like `2s:50ms`.
+
+        A multiple of a prompt's time alone on the server needs that time: `isolated`, as in
+        `20ms + 150ms/1k`. Raises LiveBenchError.
+        """
+        ttft, _, itl = text.rpartition(":")
         try:
-            slo = LiveSlo(_seconds(ttft), _seconds(itl))
-        except ValueError:
-            slo = LiveSlo(0.0, 0.0)  # refused below, as a target of 0 is
-        if not (0 < slo.ttft_s < np.inf and 0 < slo.itl_s < np.inf):
-            raise LiveBenchError(f"--slo {text}: expected TTFT:ITL, as in 2s:50ms")
-        return slo
+            costs = (isolated_cost(isolated),) if isolated else ()
+            slo = Slo(TtftTarget.parse(ttft), parse_time(itl), costs)
+        except TargetError:
+            raise LiveBenchError(f"--slo {text}: expected TTFT:ITL, as in 2s:50ms") from None
+        except SimulationError as error:
+            raise LiveBenchError(str(error)) from None
+        if slo.ttft.needs_isolated and not costs:
+            raise LiveBenchError(f"--slo {text}: 3x needs --isolated, as in 20ms + 150ms/1k")
+        return LiveSlo(slo)
+
+    @property
+    def itl_s(self) -> float:
+        """Limit of the gaps between tokens."""
+        return self.targets.itl_s
+
+    def ttft_s(self, prompt_tokens: int) -> float:
+        """Return the limit of the time from sending to the first token."""
+        return self.targets.ttft_target_s(prompt_tokens)
 
     def __str__(self) -> str:
-        return f"{self.ttft_s:g}s:{self.itl_s * 1e3:g}ms"
-
-
-def _seconds(text: str) -> float:
-    if text.endswith("ms"):
-        return float(text[:-2]) / 1e3
-    if text.endswith("s"):
-        return float(text[:-1])
-    raise ValueError(text)
+        return f"{self.targets.ttft}:{self.itl_s * 1e3:g}ms"
 
 
 class MeasuredAnswer(msgspec.Struct, frozen=True):
@@ -98,7 +108,7 @@ class MeasuredAnswer(msgspec.Struct, frozen=True):
 
     def met(self, slo: LiveSlo, judge: ItlJudge) -> bool:
         """Return whether the answer is complete and within its targets."""
-        if self.error or self.ttft_s > slo.ttft_s:
+        if self.error or self.ttft_s > slo.ttft_s(self.prompt_tokens):
             return False
         itl_s = self.tpot_s if judge == ItlJudge.TPOT else self.gap_p99_s
         return itl_s <= slo.itl_s

@@ -74,7 +74,7 @@ def servers_of(options: LiveOptions, diptych_command: str, vllm_python: Path | N
         model=options.model,
         cores=options.cores,
         max_model_len=options.max_model_len,
-        ttft_s=options.served_slo.ttft_s,
+        ttft=str(options.served_slo.targets.ttft),
         itl_s=options.served_slo.itl_s,
         settings=options.settings,
     )

@@ -1,8 +1,9 @@
-"""Simulates the requests of a cell on workers as fast as its router's log says they were.
+"""Replays a cell in the simulator, on workers as fast as its router's log says the live ones were.
 
-The simulation has the same arrivals, lengths, layout, targets and router settings as the cell. Both
-shares are of all requests in the log, the warm-up's too, and are judged by the server's own rule
-(`router/goodput.py`).
+A cell is one live measurement: a fresh server of one layout under one load. The simulation has the
+same arrivals, lengths, layout, targets and router settings as the cell. What is compared is the
+share of requests within their targets, live and simulated. Both shares are of all requests in the
+log, the warm-up's too, and are judged by the server's own rule (`router/goodput.py`).
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ from ....simulator.intervals import share_interval
 from ....simulator.metrics import Slo
 from ....simulator.recorded import read_calibration
 
-SEEDS = range(3)  #: of the simulated workers' jitter; the share is that of all of them together
-#: A simulation agrees with life within so much, if life's own interval is narrower.
+#: Seeds of the simulated runs, whose requests are counted together. A recorded trace at its own
+#: rate and without faults draws nothing at random, so that the runs are equal.
+SEEDS = range(3)
+#: A simulated share that is so close to the live one agrees with it, even outside its interval.
 TOLERANCE = 0.05
 
 
 def simulation_row(key: str, log: Path) -> dict[str, Any]:
     """Return the shares of requests within the targets, live and simulated, of one cell.
 
-    `key` is the cell's, `log` the folder of its router's log. `agrees` says whether the simulated
-    share lies in the 95 % interval of the live one, or within `TOLERANCE` of it. A log that tells
-    too little gives a row with `error`.
+    `key` is the cell's, `log` the folder of its router's log. In the row, which is part of a JSON
+    document, `live` has the measured share (`value`) and its 95 % interval, and `simulated` is the
+    other share. `agrees` says whether the simulated share lies in that interval, or within
+    `TOLERANCE` of the live one. A log that cannot be simulated, as one that tells too little, gives
+    a row with `error` instead.
     """
     try:
         calibration = read_calibration(log)
@@ -57,7 +62,7 @@ def _simulated_share(calibration: Calibration) -> float:
     case = Case(
         trace=trace,
         fleet=fleet,
-        slo=Slo.parse(run.slo, fleet.reference),
+        slo=Slo.parse(run.slo, fleet.costs),
         router_config=run.router,
     )
     met: list[bool] = []

@@ -34,7 +34,7 @@ function drawCluster(now) {
   $("model").textContent = now.model ?? "";
   const goodput = now.router?.goodput ?? { share: null, requests: 0, classes: {} };
   dial(goodput.share);
-  $("dial-note").textContent = `${goodput.requests} requests, ttft <= ${now.slo.ttft_ms} ms, itl <= ${now.slo.itl_ms} ms`;
+  $("dial-note").textContent = `${goodput.requests} requests, ttft <= ${now.slo.ttft ?? `${now.slo.ttft_ms} ms`}, itl <= ${now.slo.itl_ms} ms`;
   table("classes", ["Class", "Requests", "Both", "TTFT", "ITL"], Object.entries(goodput.classes).map(
     ([name, one]) => row(cell(name), cell(one.requests, true), cell(percent(one.share), true),
       cell(percent(one.ttft), true), cell(percent(one.itl), true))));

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -20,11 +20,19 @@ from starlette.responses import Response
 from ..attempt.generator import run_together
 from ..attempt.request import Request, SinkError
 from ..attempt.resume import NOT_RESUMED, Resume, event_id_of
+from ..attempt.terms import Terms
 from ..edge import sse
 from ..errors import ApiError
 from ..served_model import ServedModel
 from ..service import GatewayService
-from ..text.answers import AnswerTexts, Output, TextDelta, TextSink, TextWriter
+from ..text.answers import (
+    AnswerTexts,
+    DeltaCollector,
+    Output,
+    TextDelta,
+    TextSink,
+    TextWriter,
+)
 from .chat import ChatRequest
 from .chat_shape import ChatShape
 from .completions import CompletionRequest, CompletionShape, DetokenizeRequest, TokenizeRequest
@@ -178,8 +186,10 @@ class Api:
         store = self.service.responses
         previous_turns: tuple[Turn, ...] = ()
         if body.previous_response_id is not None:
-            previous_turns = store.turns(terms.tenant, body.previous_response_id)
-        input_items = self._resolved_items(body.input_items, terms.tenant)
+            previous_turns = await self.service.finder.turns(
+                terms.tenant, body.previous_response_id
+            )
+        input_items = await self._resolved_items(body.input_items, terms.tenant)
         earlier_items = [item for turn in previous_turns for item in read_items(turn.items)]
         items = [*earlier_items, *input_items]
         chat = await self.service.capacity.tokenize(
@@ -212,7 +222,7 @@ class Api:
         )
         return await self._answer(http, model, call)
 
-    def _resolved_items(self, items: list[InputItem], tenant: str) -> list[InputItem]:
+    async def _resolved_items(self, items: list[InputItem], tenant: str) -> list[InputItem]:
         """Return the items, each reference replaced by the item of a stored response that it names.
 
         Raises ApiError if there is none.
@@ -220,7 +230,8 @@ class Api:
         resolved: list[InputItem] = []
         for item in items:
             if isinstance(item, ItemReference):
-                resolved += read_items(sse.encode([self.service.responses.item(tenant, item.id)]))
+                named_item = await self.service.finder.item(tenant, item.id)
+                resolved += read_items(sse.encode([named_item]))
             else:
                 resolved.append(item)
         return resolved
@@ -230,17 +241,17 @@ class Api:
         response_id = http.path_params["response_id"]
         tenant = http.state.terms.tenant
         if http.method == "DELETE":
-            self.service.responses.delete(tenant, response_id)
+            await self.service.finder.delete(tenant, response_id)
             return _json(deleted_response(response_id))
         if http.query_params.get("stream", "").lower() == "true":
             message = "stream: a stored response is whole; leave it out"
             raise ApiError("invalid_request", message, "stream")
-        stored = self.service.responses.get(tenant, response_id)
+        stored = await self.service.finder.get(tenant, response_id)
         return Response(stored.response, 200, media_type="application/json")
 
     async def cancel_response(self, http: HttpRequest) -> Response:
         """Raise ApiError: no response runs in the background, so there is none to cancel."""
-        self.service.responses.get(http.state.terms.tenant, http.path_params["response_id"])
+        await self.service.finder.get(http.state.terms.tenant, http.path_params["response_id"])
         # The first sentence is vLLM's, which clients may look for.
         message = (
             "Cannot cancel a synchronous response. It has ended; one that is being generated ends "
@@ -313,7 +324,15 @@ class Api:
         body = getattr(http.state, "body", None)  # the bytes, if the handler has looked at them
         if body is None:
             body = await sse.read_body(http)
-        return parse_body(model, body, self.service.reading)
+        parsed = parse_body(model, body, self.service.reading)
+        if isinstance(parsed, ChatRequest | CompletionRequest) and parsed.resume_token_ids:
+            if not parsed.stream:
+                message = "resume_token_ids: only a stream goes on behind ids; set stream: true"
+                raise ApiError("invalid_request", message, "resume_token_ids")
+            terms: Terms = http.state.terms
+            resume = terms.resume.behind(parsed.resume_token_ids)
+            http.state.terms = replace(terms, resume=resume)
+        return parsed
 
     def _find(self, http: HttpRequest, name: str) -> ServedModel:
         """Return the model that a body names, by which an error is counted. Raises ApiError."""
@@ -374,37 +393,6 @@ class CallAnswers:
     def event_id(self) -> str:
         """The id of an event behind all that was written, by which a client comes back for more."""
         return event_id_of(cursor for texts in self._texts for cursor in texts.cursors)
-
-
-class DeltaCollector:
-    """A `TextWriter` that keeps the deltas of answers that are not streamed."""
-
-    def __init__(self) -> None:
-        self._deltas: dict[int, list[TextDelta]] = {}  #: by the index of the answer
-
-    def write_deltas(self, deltas: list[TextDelta]) -> bool:
-        for delta in deltas:
-            self._deltas.setdefault(delta.index, []).append(delta)
-        return True
-
-    def skip_deltas(self, deltas: list[TextDelta]) -> None:
-        raise AssertionError("only a stream can be resumed half-way")
-
-    async def drain(self) -> None:
-        """Does not wait: there is room for whole answers."""
-
-    def joined(self) -> list[TextDelta]:
-        """Returns one delta for each answer, in the order of their indices."""
-        return [
-            TextDelta(
-                index,
-                text="".join(delta.text for delta in deltas),
-                tokens=[token for delta in deltas for token in delta.tokens],
-                finish_reason=deltas[-1].finish_reason,
-                stop_string=deltas[-1].stop_string,
-            )
-            for index, deltas in sorted(self._deltas.items())
-        ]
 
 
 class CallStream(sse.EventStream):

@@ -48,6 +48,7 @@ ANTHROPIC_ERROR_TYPES = {
     "too_large": "request_too_large",
     "no_capacity": "overloaded_error",
     "kv_transfer_failed": "api_error",
+    "worker_crashed": "api_error",
     "internal": "api_error",
 }
 

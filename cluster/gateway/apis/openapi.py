@@ -324,8 +324,10 @@ GET_OPERATIONS = {
 HEADERS = {
     "x-request-id": ("names the request; else one is made", TEXT),
     "x-slo-class": ("a class of service", TEXT),
-    "x-slo-ttft-ms": ("target until the first token", NUMBER),
-    "x-slo-itl-ms": ("target between tokens", NUMBER),
+    "x-slo-ttft": ("target until the first token, as 2s or max(1s, 3x)", TEXT),
+    "x-slo-ttft-ms": ("the same in milliseconds", NUMBER),
+    "x-slo-itl": ("target between tokens, as 50ms", TEXT),
+    "x-slo-itl-ms": ("the same in milliseconds", NUMBER),
     "x-session-id": ("names a conversation, for `diptych explain`", TEXT),
     "x-request-timeout-ms": ("the client waits no longer", NUMBER),
     "x-resume": ("ids | keep: the client may come back", TEXT),

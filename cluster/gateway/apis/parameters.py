@@ -29,6 +29,7 @@ STOP_STRING_CHARS_MAX = 1000
 CHOICES_MAX = 1000
 LOGPROB_IDS_MAX = 128
 ALLOWED_IDS_MAX = 4096
+RESUME_IDS_MAX = 1 << 18
 CACHE_NAME_CHARS_MAX = 1024
 KEYS_MAX = 8  #: So many wrong keys are named in an error, each with so many characters:
 KEY_CHARS_MAX = 40
@@ -177,6 +178,8 @@ class SamplingParameters(CommonSamplingFields):
     #: No other id is ever drawn.
     allowed_token_ids: Annotated[list[TokenId], Field(max_length=ALLOWED_IDS_MAX)] | None = None
     return_token_ids: bool = False  #: Ids of the prompt and of the answers go with their text.
+    #: Ids that the client has of this answer, whose stream broke: only what comes behind is sent.
+    resume_token_ids: Annotated[list[TokenId], Field(max_length=RESUME_IDS_MAX)] | None = None
     return_tokens_as_token_ids: bool = False  #: Logprobs name tokens by their ids.
     # What an answer must look like, under older names of vLLM's and the last two under SGLang's.
     guided_json: dict[str, Any] | str | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,55 +121,18 @@ class ResponseStore:
         while len(self) > self._responses_limit or self.held_bytes > self._bytes_limit:
             self._remove_oldest_of_largest_tenant()
 
-    def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
-        """Return a response, which counts as used now. Raises ApiError if it is not there.
-
-        `param` is the field of the body that names the response.
-        """
+    def find(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a response, which counts as used now, or None if it is not there."""
         self._remove_expired()
         responses = self._tenants.get(tenant, _TenantResponses()).by_id
         stored = responses.get(response_id)
-        if stored is None:
-            message = (
-                f"Response with id {response_id[:128]!r} not found. A gateway keeps responses in "
-                "its own memory for a while, so this one expired, or was not stored, or another "
-                "gateway has it: send the whole conversation as input"
-            )
-            raise ApiError("not_found", message, param)
-        stored.last_used_s = self._clock()
-        responses.move_to_end(response_id)
+        if stored is not None:
+            stored.last_used_s = self._clock()
+            responses.move_to_end(response_id)
         return stored
 
-    def turns(self, tenant: str, response_id: str) -> tuple[Turn, ...]:
-        """Return the conversation that ends with a response.
-
-        Raises ApiError if the response is not there, or if its conversation is too long to go on.
-        """
-        turns = self.get(tenant, response_id, "previous_response_id").turns
-        conversation_bytes = sum(len(turn.items) for turn in turns)
-        if conversation_bytes > CONVERSATION_BYTES_MAX:
-            message = (
-                f"the conversation up to previous_response_id has {conversation_bytes} bytes, the "
-                f"limit is {CONVERSATION_BYTES_MAX}: begin another one"
-            )
-            raise ApiError("context_length_exceeded", message, "previous_response_id")
-        return turns
-
-    def item(self, tenant: str, item_id: str) -> JsonObject:
-        """Return an output item of a stored response. Raises ApiError if it is not there."""
-        # The shape makes ids of items: a prefix, the id of the response, and a number.
-        response_id = item_id.partition("_")[2].rpartition("_")[0]
-        stored = self.get(tenant, response_id, "input")
-        output: list[JsonObject] = _decode(stored.response)["output"]
-        for item in output:
-            if item["id"] == item_id:
-                return item
-        message = f"item {item_id[:128]!r} not found in its response: send the item itself"
-        raise ApiError("not_found", message, "input")
-
     def delete(self, tenant: str, response_id: str) -> None:
-        """Forget a response; those that follow it keep its turns. Raises ApiError."""
-        self.get(tenant, response_id)
+        """Forget a response if it is there; those that follow it keep its turns."""
         self._remove(tenant, response_id)
 
     def _remove(self, tenant: str, response_id: str) -> None:
@@ -201,6 +164,27 @@ class ResponseStore:
         """Make room where most of it is taken, so that no tenant pushes out another one's."""
         tenant, responses = max(self._tenants.items(), key=lambda entry: entry[1].held_bytes)
         self._remove(tenant, next(iter(responses.by_id)))
+
+
+def check_conversation(turns: Sequence[Turn]) -> None:
+    """Raise ApiError if a conversation is too long to go on."""
+    conversation_bytes = sum(len(turn.items) for turn in turns)
+    if conversation_bytes > CONVERSATION_BYTES_MAX:
+        message = (
+            f"the conversation up to previous_response_id has {conversation_bytes} bytes, the "
+            f"limit is {CONVERSATION_BYTES_MAX}: begin another one"
+        )
+        raise ApiError("context_length_exceeded", message, "previous_response_id")
+
+
+def output_item(stored: StoredResponse, item_id: str) -> JsonObject:
+    """Return an output item of a stored response. Raises ApiError if it is not there."""
+    output: list[JsonObject] = _decode(stored.response)["output"]
+    for item in output:
+        if item["id"] == item_id:
+            return item
+    message = f"item {item_id[:128]!r} not found in its response: send the item itself"
+    raise ApiError("not_found", message, "input")
 
 
 def deleted_response(response_id: str) -> dict[str, Any]:

@@ -26,10 +26,12 @@ from typing import Any, TypeVar, assert_never
 from ....protos import frames
 from ....router.goodput import p99
 from ..errors import ApiError
+from .crashes import CrashCount, CrashMemory, crash_error
 from .plane import AttemptEvent, Inbox, Plane
 from .request import (
     AnswerUpdate,
     EndReason,
+    PlacedTargets,
     PushSink,
     Request,
     RunningAttempt,
@@ -76,6 +78,7 @@ class RetryState:
     avoided_workers: list[str] = field(default_factory=list)
     #: Workers whose connection ended: not taken until they are connected again.
     lost_workers: list[str] = field(default_factory=list)
+    crashes: CrashCount = field(default_factory=CrashCount)  #: Whether workers ended in a row.
 
     @property
     def exhausted(self) -> bool:
@@ -92,14 +95,19 @@ class RetryState:
     def copy(self) -> RetryState:
         """Returns a state of its own for an answer that goes on by itself."""
         return replace(
-            self, avoided_workers=[*self.avoided_workers], lost_workers=[*self.lost_workers]
+            self,
+            avoided_workers=[*self.avoided_workers],
+            lost_workers=[*self.lost_workers],
+            crashes=replace(self.crashes),
         )
 
-    def record(self, failure: frames.AttemptFailed, placed: frames.AttemptPlaced) -> float:
+    def record(
+        self, failure: frames.AttemptFailed, placed: frames.AttemptPlaced, new_tokens: int
+    ) -> float:
         """Notes a failure; returns the seconds to wait before the next attempt.
 
-        `placed` names the workers of the failed attempt. There is no wait when another worker can
-        go on at once.
+        `placed` names the workers of the failed attempt, which gave `new_tokens` of the answers.
+        There is no wait when another worker can go on at once.
         """
         # A worker that is met again was the only one to take: then the next attempt must wait.
         avoided_before = failure.worker in self.avoided_workers
@@ -113,6 +121,7 @@ class RetryState:
         self.failed_attempts += 1
         backoff_s: float = BACKOFF_S * 2 ** (self.failed_attempts - 1)
         if end_reason == EndReason.LOST:
+            self.crashes.record(new_tokens)
             self.lost_workers.append(failure.worker)
             return 0.0 if self.failed_attempts == 1 else backoff_s
 
@@ -171,6 +180,7 @@ class Generator:
         #: that was given up included.
         self.retries = 0
         self.handovers = 0  #: Attempts that were handed over, of all requests.
+        self._crash_memory = CrashMemory()
         self.closed = False  #: True once the gateway ends: no attempt begins any more.
 
     async def run(self, request: Request, sink: PushSink) -> None:
@@ -181,6 +191,7 @@ class Generator:
         Cancelling ends the work on all workers. Raises ApiError if the answers cannot be completed,
         and SinkError if the client can get no more.
         """
+        self._crash_memory.check(request, time.monotonic())
         await self._run_attempts(request, RetryState(self.max_attempts), sink)
 
     def close(self) -> None:
@@ -210,6 +221,7 @@ class Generator:
 
             self.check_open()
             attempt = request.begin_attempt()
+            tokens_before = request.generated_tokens
             inbox = self.plane.watch(attempt.key)
             try:
                 place = self._place(request, attempt, retries, inbox)
@@ -220,7 +232,8 @@ class Generator:
                 outcome = _attempt_outcome(request, attempt)
                 self.plane.forget(outcome, cancel=not _workers_are_done(request))
             if attempt.failure and not request.ended:
-                pause_s = retries.record(attempt.failure, placed)
+                new_tokens = request.generated_tokens - tokens_before
+                pause_s = retries.record(attempt.failure, placed, new_tokens)
                 self._check_retries(request, attempt.failure, retries)
                 await _within_deadline(request, asyncio.sleep(pause_s))
 
@@ -237,7 +250,10 @@ class Generator:
     ) -> frames.AttemptPlaced:
         """Asks the router for workers. Raises ApiError if it refuses, or does not answer."""
         self.plane.place(self._place_frame(request, attempt, retries))
-        event = await self._placement_answer(inbox)
+        # A request with a late target waits longer in the router's queue.
+        target_s = request.targets.ttft_s or request.terms.ttft_target_s
+        limit_s = max(self.place_limit_s, self.place_timeout_s + target_s)
+        event = await self._placement_answer(inbox, limit_s)
         if isinstance(event, ApiError):
             raise event
         if isinstance(event, frames.AttemptRefused):
@@ -248,6 +264,9 @@ class Generator:
             request.times.placed_s = time.monotonic()
             request.hit_tokens = event.hit_tokens
             request.background = event.background
+            request.targets = PlacedTargets(
+                ttft_s=event.ttft_target_s, itl_s=event.itl_target_s, ttft=event.ttft_target
+            )
         request.workers = [event.decode_worker]
         if event.prefill_worker:
             request.workers.insert(0, event.prefill_worker)
@@ -255,9 +274,12 @@ class Generator:
         return event
 
     async def _placement_answer(
-        self, inbox: Inbox
+        self, inbox: Inbox, limit_s: float
     ) -> frames.AttemptPlaced | frames.AttemptRefused | ApiError:
-        """Waits for the router's answer: long if a router is there, whose queue has the request."""
+        """Waits for the router's answer: for `limit_s` if one is there, whose queue has the request.
+
+        Raises ApiError if none came.
+        """
         waited_s = 0.0
         while True:
             try:
@@ -270,7 +292,7 @@ class Generator:
                             return event
             except TimeoutError:
                 waited_s += self.place_timeout_s
-                if waited_s < self.place_limit_s and self.plane.router_connected:
+                if waited_s < limit_s and self.plane.router_connected:
                     continue
                 message = f"no router answered in {waited_s:g} s"
                 raise ApiError("no_capacity", message) from None
@@ -292,12 +314,14 @@ class Generator:
             local_prefill=retries.needs_local_prefill,
             tenant=terms.tenant,
             slo_class=terms.slo_class,
-            ttft_s=terms.ttft_target_s,
-            itl_s=terms.itl_target_s,
+            # What the first placement made of the target holds for all attempts.
+            ttft_s=request.targets.ttft_s or terms.ttft_target_s,
+            itl_s=request.targets.itl_s or terms.itl_target_s,
             waited_s=request.waited_s,
             trace=request.trace,
             session=terms.session_id,
             answer_count=sampling.n,
+            ttft=request.targets.ttft or terms.ttft_target,
         )
 
     def _submit(
@@ -390,6 +414,9 @@ class Generator:
             request.generated_tokens,
             failure,
         )
+        if retries.crashes.is_too_high:
+            self._crash_memory.remember(request, time.monotonic())
+            raise crash_error()
         if retries.exhausted:
             failures = "; ".join(
                 f"{self.plane.alias(failed.worker)}: {failed.reason}" for failed in request.failures

@@ -5,7 +5,9 @@ prefixes. Nothing that a client sees, hit figures and times included, depends on
 partition has cached. A partition is:
     1. the tenant of the request's API key, or the key's `cache_group`, which several tenants share,
     2. and the body's `cache_salt` and `prompt_cache_key`, where a client divides its own share.
-Without keys and these fields, all requests are in the one partition that has no name.
+Requests with neither an API key nor one of these fields share the one partition without a name.
+The name of a partition goes into the content hash of each of its blocks (`identity.partition_salt`
+of `kv_transfer`), so one partition's requests never find another's blocks.
 """
 
 from __future__ import annotations
@@ -15,14 +17,15 @@ import json
 
 from ..edge.keys import ApiKey
 
-PARTITION_BYTES = 16  #: Of a name: 128 bits, so that no two partitions share one by chance.
+#: The length of a partition's name: 128 bits, so that two partitions do not get one name by chance.
+PARTITION_BYTES = 16
 
 
 class CachePartitions:
     """Names the partitions of a cluster by its `secret`.
 
-    The secret keeps the names unknown to clients: nobody can look for ids whose content hash meets
-    one of another partition.
+    The secret keeps the names unknown to clients. A client who does not know a partition's name
+    cannot search for token ids whose content hash equals that of a block of this partition.
     """
 
     def __init__(self, secret: str) -> None:
@@ -34,7 +37,9 @@ class CachePartitions:
     ) -> bytes:
         """Return the name of a request's partition, the same at every gateway of the cluster.
 
-        `api_key` is None without keys. `cache_salt` and `prompt_cache_key` are the body's fields.
+        `api_key` is None where the request has no API key. `cache_salt` and `prompt_cache_key` are
+        the body's fields; an empty one counts as missing. The name has `PARTITION_BYTES` bytes, or
+        none where all three are missing.
         """
         if api_key is None and not cache_salt and not prompt_cache_key:
             return b""

@@ -95,18 +95,24 @@ class Plane:
         kind: str = "gateway",
         statistics: Callable[[], dict[str, Any]] = dict,
         close: Callable[[], Awaitable[None]] = close_nothing,
+        address: str = "",
+        on_gateways: Callable[[list[frames.GatewayCard]], None] = lambda _: None,
     ) -> None:
         """Connects to the router, whose "host:port" `find_router` returns, in a task of its own.
 
         `name`, `kind` ("gateway" or "control") and the cluster's `secret` are what this process
         says of itself to its peers. A peer is given up after `silence_s` without a sign of life.
         `statistics` are those of this process, for whoever asks the router. `close` is called when
-        the router wants this gateway to end its requests.
+        the router wants this gateway to end its requests. `address` is where other gateways reach
+        this one; `on_gateways` is called with all gateways that the router knows, whenever these
+        change.
         """
         self.hello = PeerIdentity(name, kind, secret)
         self._silence_s = silence_s
         self._statistics = statistics
         self._close = close
+        self._address = address
+        self._on_gateways = on_gateways
         #: The task that closes; asyncio itself keeps no tasks.
         self._closing: asyncio.Task[None] | None = None
 
@@ -256,6 +262,8 @@ class Plane:
         if self._fallback_timer:
             self._fallback_timer.cancel()
             self._fallback_timer = None
+        if self._address:
+            self.link.send(frames.IntroduceGateway(self._address))
         for place in self._unplaced.values():
             self.link.send(place)
 
@@ -306,6 +314,8 @@ class Plane:
                 self._take_reply(call_id, values)
             case frames.InspectProcess(call_id):
                 self.link.send(frames.CallReply(call_id, self._statistics()))
+            case frames.GatewayDirectory(gateways):
+                self._on_gateways(gateways)
             case frames.CloseGateway(call_id):
                 closing = self._close_and_reply(call_id)
                 self._closing = asyncio.get_running_loop().create_task(closing)

@@ -181,6 +181,15 @@ class RequestInput:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PlacedTargets:
+    """What a request's targets came to when it was first placed; 0: the router has not said."""
+
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    ttft: str = ""  #: The TTFT target as in `max(1s, 3x)`; empty: a plain time.
+
+
 class Request(RequestInput):
     """One prompt with its targets, until its end.
 
@@ -219,6 +228,7 @@ class Request(RequestInput):
         #: True if the router saw that the request could not be in time: then it gets only the time
         #: of workers that no other request can use.
         self.background = False
+        self.targets = PlacedTargets()
         self.hit_tokens = 0  #: Prompt tokens that were in a cache when the request was placed.
         #: How long the KV transfer took, of the last attempt that had one.
         self.prompt_arrived: frames.PromptArrived | None = None
@@ -262,6 +272,14 @@ class Request(RequestInput):
             answer.journal = list(other_answer.journal)
             answer.finish_reason = other_answer.finish_reason
 
+    def adopt_taken(self, taken: frames.AnswerTaken) -> None:
+        """Takes over the journal that another gateway kept of the same request."""
+        self.prompt_logprobs = list(taken.prompt_logprobs)
+        self.hit_tokens = taken.hit_tokens
+        for answer, journal in zip(self.answers, taken.journals, strict=True):
+            answer.journal = list(journal.tokens)
+            answer.finish_reason = journal.finish_reason
+
     def part(self, answer_index: int) -> Request:
         """Returns one of several answers as a request of its own, which shares journal and
         failures.
@@ -284,6 +302,7 @@ class Request(RequestInput):
         part.failures = self.failures
         part.workers = list(self.workers)
         part.route = self.route
+        part.targets = self.targets
         part.hit_tokens = self.hit_tokens
         part.trace = self.trace
         return part

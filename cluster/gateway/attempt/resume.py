@@ -4,6 +4,7 @@
     x-resume: keep       that, and the answer goes on while the client is away
     x-resume-from        what the client has: an event's id, or a count of tokens
     last-event-id        the same, as browsers' EventSource says it
+    resume_token_ids     of a body: the ids that the client has of its one answer
 
 The id of an event counts the tokens of each answer up to the event, with an `e` behind the answers
 that have ended: `12`, or `12.9e` of two answers.
@@ -12,8 +13,8 @@ that have ended: `12`, or `12.9e` of two answers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ..errors import ApiError
 
@@ -36,6 +37,17 @@ class Resume:
     keep_generating: bool = False  #: The answer goes on while the client is away.
     event_ids: bool = False  #: The client wants ids of events.
     cursors: tuple[Cursor, ...] = ()  #: What the client has of each answer; empty: nothing.
+    #: The ids that the client has of its one answer, if it sent them; else empty.
+    token_ids: tuple[int, ...] = ()
+
+    def behind(self, token_ids: Sequence[int]) -> Resume:
+        """Returns what a client says that has these ids of its one answer."""
+        return replace(
+            self,
+            event_ids=True,
+            cursors=(Cursor(len(token_ids)),),
+            token_ids=tuple(token_ids),
+        )
 
 
 NOT_RESUMED = Resume()

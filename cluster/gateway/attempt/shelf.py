@@ -8,16 +8,21 @@ the same request again, and goes on where it was. Life of a kept answer:
     3. Asked for again: the reader gets the journal behind what it has, and what is missing is
        generated. A reader that is still there is sent away: its connection is one that broke.
     4. `window_s` after the last reader has left, the answer is forgotten.
-A gateway that does not know the answer generates it again, and the reader gets what it lacks: the
-default seed derives from the request id, so the tokens are the same.
+A gateway that does not know the answer takes it from the one that has it. If none has, it generates
+the answer again, and the reader gets what it lacks: the default seed derives from the request id,
+so the tokens are the same. A client that sends the ids it has spares the gateway that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
+from ....protos import frames
 from ..errors import ApiError
 from ..text.answers import Output
 from .request import AnswerUpdate, PushSink, Request
@@ -169,6 +174,39 @@ class Shelf:
         self._without_reader(name, kept)
         return request
 
+    def lacks(self, request: Request) -> bool:
+        """Returns whether nothing is kept under the request's name, though answers are kept."""
+        return self._window_s > 0 and _name(request) not in self._kept
+
+    def give(self, frame: frames.TakeAnswer) -> frames.AnswerTaken:
+        """Gives kept answers to another gateway, whose client has come back there.
+
+        A reader that is still here gets an error, as its connection is one that broke. The reply
+        has no journals if nothing is kept under that name, if it is not what the client asks for,
+        or if it is too much to be sent.
+        """
+        name = (frame.tenant, frame.request_id)
+        kept = self._kept.get(name)
+        if kept is None or digest_of(kept.request, kept.output) != frame.digest:
+            return frames.AnswerTaken(frame.call_id)
+        request = kept.request
+        if _weight(request) > WEIGHT_MAX:
+            return frames.AnswerTaken(frame.call_id)
+        taken = frames.AnswerTaken(
+            frame.call_id,
+            [
+                frames.AnswerJournal(list(answer.journal), answer.finish_reason)
+                for answer in request.answers
+            ],
+            list(request.prompt_logprobs),
+            request.hit_tokens,
+            goes_on=kept.goes_on,
+        )
+        if kept.readers:
+            self._source.dismiss(request)
+        self._drop(name)
+        return taken
+
     async def push_answers(
         self, request: Request, sink: PushSink, cursors: tuple[Cursor, ...] = ()
     ) -> None:
@@ -253,10 +291,7 @@ class Shelf:
         """Starts the window of an answer that nobody reads, and keeps the bound of all of them."""
         if kept.readers or self._kept.get(name) is not kept:
             return
-        request = kept.request
-        # Beside the token, each of the likeliest ones has an id and a logprob.
-        weight_per_token = 1 + 2 * (request.sampling.logprobs or 0)
-        kept.weight = len(request.prompt_ids) + weight_per_token * request.generated_tokens
+        kept.weight = _weight(kept.request)
         loop = asyncio.get_running_loop()
         kept.forget = loop.call_later(self._window_s, self._drop, name)
         self._unread[name] = kept
@@ -285,6 +320,27 @@ class Shelf:
 
 def _name(request: Request) -> AnswerName:
     return request.terms.tenant, request.id
+
+
+def _weight(request: Request) -> int:
+    """Returns how many ids and logprobs the request and its answers have."""
+    # Beside the token, each of the likeliest ones has an id and a logprob.
+    weight_per_token = 1 + 2 * (request.sampling.logprobs or 0)
+    return len(request.prompt_ids) + weight_per_token * request.generated_tokens
+
+
+def digest_of(request: Request, output: Output) -> bytes:
+    """Returns what two requests have in common that would have the same answers."""
+    parts = (
+        request.prompt_ids,
+        request.sampling,
+        output.stop_strings,
+        output.keep_stop_string,
+        output.min_tokens,
+        output.special_tokens,
+        sorted(output.markers),
+    )
+    return hashlib.sha256(msgspec.msgpack.encode(parts)).digest()
 
 
 def _asks_the_same(kept: KeptAnswer, request: Request, output: Output) -> bool:

@@ -3,8 +3,10 @@
 HTTP headers and gRPC metadata have the same names:
 
     x-slo-class           a class of the configuration that the client's key allows
-    x-slo-ttft-ms         target for the time until the first token
-    x-slo-itl-ms          target for the time between two tokens
+    x-slo-ttft            target for the time until the first token, as in `max(1s, 3x)`
+    x-slo-ttft-ms         the same as a number of milliseconds
+    x-slo-itl             target for the time between two tokens, as in `50ms`
+    x-slo-itl-ms          the same as a number of milliseconds
     x-session-id          the name of the conversation that the request belongs to
     traceparent           W3C trace context: the request's spans become children of the client's
     x-request-timeout-ms  how long the client waits: past it the answer ends, deadline_exceeded
@@ -16,6 +18,7 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from ....protos.targets import TargetError, TtftTarget, parse_time
 from ..apis.schema import REQUEST_ID_PATTERN
 from ..edge.keys import ApiKey
 from ..errors import ApiError
@@ -38,12 +41,13 @@ class Terms:
 
     tenant: str = ""  #: Of the API key; empty without keys.
     slo_class: str = DEFAULT_CLASS
-    ttft_target_s: float = 0.0  #: 0: the configured target counts.
+    ttft_target_s: float = 0.0  #: 0: `ttft_target`, or the configured target counts.
     itl_target_s: float = 0.0  #: 0: the configured target counts.
     deadline: float = math.inf  #: On the monotonic clock: the client waits no longer.
     session_id: str = ""  #: Empty: the client names no conversation.
     resume: Resume = NOT_RESUMED  #: What a client says that comes back for an answer.
     traceparent: str = ""  #: W3C trace context of the client; empty: it sent none.
+    ttft_target: str = ""  #: As in `max(1s, 3x)`; empty: `ttft_target_s`, or the configured one.
     #: On the monotonic clock: when the headers were there, before the body was read.
     arrived_s: float | None = field(default=None, compare=False)
     api_key: ApiKey | None = field(default=None, compare=False)  #: None: no key is needed.
@@ -67,8 +71,9 @@ def read_terms(
         tenant=api_key.tenant if api_key else "",
         api_key=api_key,
         slo_class=_choose_class(get_header("x-slo-class"), api_key, classes),
+        ttft_target=_read_ttft_target(get_header),
         ttft_target_s=_read_milliseconds(get_header, "x-slo-ttft-ms") / 1e3,
-        itl_target_s=_read_milliseconds(get_header, "x-slo-itl-ms") / 1e3,
+        itl_target_s=_read_itl_target_s(get_header),
         deadline=now + timeout_ms / 1e3 if timeout_ms else math.inf,
         session_id=session_id,
         resume=read_resume(get_header),
@@ -95,6 +100,36 @@ def _choose_class(
         message = f"this key may ask for the classes {', '.join(api_key.classes)}"
         raise ApiError("forbidden", message, "x-slo-class")
     return requested_class
+
+
+def _read_ttft_target(get_header: GetHeader) -> str:
+    """Return the header's TTFT target as it is printed everywhere; empty without it."""
+    text = get_header("x-slo-ttft")
+    if text is None:
+        return ""
+    _refuse_both(get_header, "x-slo-ttft", "x-slo-ttft-ms")
+    try:
+        return str(TtftTarget.parse(text))
+    except TargetError as error:
+        raise ApiError("invalid_request", f"x-slo-ttft: {error}", "x-slo-ttft") from None
+
+
+def _read_itl_target_s(get_header: GetHeader) -> float:
+    """Return the header's ITL target in seconds; 0 without it."""
+    text = get_header("x-slo-itl")
+    if text is None:
+        return _read_milliseconds(get_header, "x-slo-itl-ms") / 1e3
+    _refuse_both(get_header, "x-slo-itl", "x-slo-itl-ms")
+    try:
+        return parse_time(text)
+    except TargetError as error:
+        raise ApiError("invalid_request", f"x-slo-itl: {error}", "x-slo-itl") from None
+
+
+def _refuse_both(get_header: GetHeader, name: str, milliseconds_name: str) -> None:
+    if get_header(milliseconds_name) is not None:
+        message = f"{name} and {milliseconds_name} are the same target: send one"
+        raise ApiError("invalid_request", message, name)
 
 
 def _read_milliseconds(get_header: GetHeader, name: str) -> float:

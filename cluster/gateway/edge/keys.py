@@ -22,15 +22,16 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ....protos import frames
 from ..errors import ApiError
+from .key_limits import KeyLimiter
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class KeyFileError(Exception):
 
 
 class ApiKey(BaseModel):
-    """One key of the file. Its limits count at each gateway alone; None is no limit."""
+    """One key of the file. Its limits are those of all gateways together; None is no limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
@@ -91,97 +92,6 @@ class Keyring(BaseModel):
         if not hmac.compare_digest(sha256_of(key_text), expected_sha256):
             return None
         return key
-
-
-@dataclass(slots=True)
-class KeyUsage:
-    """What one key has used of its limits.
-
-    The bucket holds `requests_per_min` answers and leaks as many a minute.
-    """
-
-    bucket_answers: float = 0.0  #: Answers in the bucket, as of `updated_at_s`.
-    updated_at_s: float = 0.0  #: On the caller's clock.
-    open_calls: int = 0
-    running_answers: int = 0  #: Answers that are generated, whether or not anybody reads them.
-
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing of the key is under way, so that its usage may be forgotten."""
-        return not self.open_calls and not self.running_answers
-
-
-class KeyLimiter:
-    """Holds each key to its limits of rate and concurrency.
-
-    A call counts while it is open. Its answers count while they are generated, and that can be for
-    longer: a client may hang up and have its answer kept. A call has as many answers as prompts
-    times `n`. A call alone takes one place in the bucket, and each further answer another one.
-    `now` is in seconds, on the same clock in all calls.
-    """
-
-    def __init__(self) -> None:
-        self._usage_by_id: dict[str, KeyUsage] = {}  #: By the id of the key.
-
-    def open_call(self, key: ApiKey, now: float) -> None:
-        """Count one more open call, until `close_call`. Raises ApiError above a limit."""
-        usage = self._usage_by_id.setdefault(key.id, KeyUsage())
-        if key.concurrency and usage.open_calls >= key.concurrency:
-            message = f"this key has {usage.open_calls} calls open, its limit"
-            raise ApiError("rate_limited", message)
-        _fill_bucket(key, usage, 1, now)
-        usage.open_calls += 1
-
-    def close_call(self, key: ApiKey) -> None:
-        """Count a call as over that `open_call` has counted."""
-        self._usage_by_id[key.id].open_calls -= 1
-
-    def begin_answers(self, key: ApiKey, count: int, now: float) -> None:
-        """Count answers as generated, until `end_answers`. Raises ApiError above a limit.
-
-        One of them is in the bucket already, as a call.
-        """
-        usage = self._usage_by_id.setdefault(key.id, KeyUsage())
-        if key.concurrency and usage.running_answers + count > key.concurrency:
-            message = (
-                f"this key may have {key.concurrency} answers generated at a time; "
-                f"{usage.running_answers} are, and this call asks for {count} more"
-            )
-            raise ApiError("rate_limited", message)
-        _fill_bucket(key, usage, count - 1, now)
-        usage.running_answers += count
-
-    def end_answers(self, key: ApiKey, count: int) -> None:
-        """Count answers as over that `begin_answers` has counted."""
-        self._usage_by_id[key.id].running_answers -= count
-
-    def forget_all_but(self, key_ids: Collection[str]) -> None:
-        """Forget the other keys' usage, of each whose calls and answers are all over."""
-        self._usage_by_id = {
-            key_id: usage
-            for key_id, usage in self._usage_by_id.items()
-            if key_id in key_ids or not usage.is_idle
-        }
-
-
-def _fill_bucket(key: ApiKey, usage: KeyUsage, count: int, now: float) -> None:
-    """Let the key's bucket leak until `now`, and put `count` more answers into it.
-
-    Raises ApiError, with the time to wait, if they do not fit; the bucket then takes none of them.
-    """
-    if not key.requests_per_min:
-        return
-    answers_per_s = key.requests_per_min / 60
-    leaked_answers = max(0.0, now - usage.updated_at_s) * answers_per_s
-    usage.bucket_answers = max(0.0, usage.bucket_answers - leaked_answers)
-    # A call brings the time of its arrival, which may be before the last update.
-    usage.updated_at_s = max(usage.updated_at_s, now)
-    excess_answers = usage.bucket_answers + count - key.requests_per_min
-    if count and excess_answers > 0:
-        message = f"this key may ask for {key.requests_per_min} answers a minute"
-        wait_s = math.ceil(excess_answers / answers_per_s)
-        raise ApiError("rate_limited", message, retry_after_s=wait_s)
-    usage.bucket_answers += count
 
 
 class FileVersion(NamedTuple):
@@ -289,6 +199,20 @@ class AccessControl:
         if limits and answers > min(limits):
             message = f"this key may ask for {min(limits)} answers in a call, not for {answers}"
             raise ApiError("forbidden", message)
+
+    # ---- the other gateways ----------------------------------------------------------------------
+
+    def usage(self, now: float) -> dict[str, frames.KeyUse]:
+        """Return what the keys use at this gateway now, by their ids."""
+        return self._limiter.report(now)
+
+    def take_usage(self, gateway: str, usage: Mapping[str, frames.KeyUse]) -> None:
+        """Take note of what the keys use at another gateway; empty: nothing any more."""
+        self._limiter.take_report(gateway, usage)
+
+    def share_between(self, gateways: int) -> None:
+        """Let so many gateways share what is left of each key's limits, until the next call."""
+        self._limiter.begin_interval(gateways)
 
     def _read_if_changed(self, path: Path, now: float) -> None:
         """Read the file again if it has changed, at most once in `FILE_CHECK_INTERVAL_S`.

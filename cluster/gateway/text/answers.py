@@ -145,6 +145,37 @@ class TextSink:
         ]
 
 
+class DeltaCollector:
+    """A `TextWriter` that keeps the deltas of answers that are not streamed."""
+
+    def __init__(self) -> None:
+        self._deltas: dict[int, list[TextDelta]] = {}  #: by the index of the answer
+
+    def write_deltas(self, deltas: list[TextDelta]) -> bool:
+        for delta in deltas:
+            self._deltas.setdefault(delta.index, []).append(delta)
+        return True
+
+    def skip_deltas(self, deltas: list[TextDelta]) -> None:
+        raise AssertionError("only a stream can be resumed half-way")
+
+    async def drain(self) -> None:
+        """Does not wait: there is room for whole answers."""
+
+    def joined(self) -> list[TextDelta]:
+        """Returns one delta for each answer, in the order of their indices."""
+        return [
+            TextDelta(
+                index,
+                text="".join(delta.text for delta in deltas),
+                tokens=[token for delta in deltas for token in delta.tokens],
+                finish_reason=deltas[-1].finish_reason,
+                stop_string=deltas[-1].stop_string,
+            )
+            for index, deltas in sorted(self._deltas.items())
+        ]
+
+
 class _AnswerText:
     """The text of one answer. Characters are counted from its beginning."""
 

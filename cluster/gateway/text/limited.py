@@ -5,15 +5,16 @@ grammar. Python cannot stop a call under way in a thread, so such work is done i
 own, which can be killed. `LimitedProcesses` is the gateway's end, `serve` the other one.
 
 Life of a limited process:
-    1. Started when there is work and no process is idle. It reads its setup, and says when it is
-       ready.
+    1. It is started for a request whose place among the processes is empty, or by `start` before
+       there is a request. It reads its setup, and says when it is ready.
     2. It answers one request after another.
     3. It is killed when a request takes too long, sooner if other requests wait behind it, and ends
-       when one takes too much memory. The next request starts another process.
+       when one takes too much memory. Its place is empty then, and the next request starts another
+       process there.
     4. It ends when its socket is closed, as the gateway ends.
 
-It inherits no environment, so none of the gateway's secrets. What it answers is bytes: nothing of
-it is ever unpickled.
+Its environment holds the path of modules and the time zone alone, so none of the gateway's secrets.
+What it answers is bytes: nothing of it is ever unpickled.
 """
 
 from __future__ import annotations
@@ -35,15 +36,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-LENGTH = struct.Struct("<Q")  #: in front of each request, and of the setup: its bytes
+LENGTH = struct.Struct("<Q")  #: in front of each request, and of the setup: its length
 REPLY_HEAD = struct.Struct("<BQ")  #: in front of each reply: its `ReplyKind` and its length
 SETUP_HEAD = struct.Struct("<dQ")  #: in front of the setup: seconds of a request, MiB
 TIMEVAL = struct.Struct("@ll")  #: of the kernel: seconds and microseconds
 START_TIMEOUT_S = 60.0  #: for a process to import what it needs, and to read its setup
-GLANCE_S = 0.002  #: So long a read waits until it looks at the clock.
-BRIEF_BYTES = 1 << 15  #: Of a request that an event loop may wait for: a socket holds more.
+GLANCE_S = 0.002  #: So long one read of the gateway waits for bytes; then it looks at the clock.
+#: The longest request that `ask_briefly` sends. A socket's buffer holds more, so that to send it
+#: does not block.
+BRIEF_BYTES = 1 << 15
 READ_BYTES = 1 << 15  #: that one read takes at most
-CPU_MARGIN_S = 1.0  #: beyond the limit of a request, in case nobody is there to kill the process
+#: CPU seconds beyond `request_s` after which the kernel ends a process, if no gateway killed it.
+CPU_MARGIN_S = 1.0
 MIB = 1 << 20
 
 
@@ -64,7 +68,7 @@ class RefusedError(Exception):
 
 
 class OverLimitError(RefusedError):
-    """The work took too much time or memory."""
+    """The work took too much time or memory, its result is too long, or the setup failed."""
 
 
 class DiedError(OverLimitError):
@@ -90,18 +94,22 @@ class ProcessLimits:
 class LimitedProcesses:
     """Up to `size` processes that run the program `module`, each with the same `setup`.
 
-    Any thread may ask; one that finds no idle process waits for one. `module` is a name as for
-    `python -m`; that program calls `serve`, which hands `setup` to its `make_handler`.
+    Each process has one of `size` places. Any thread may ask: a request takes a place, and starts a
+    process there if the place is empty. If all places are taken, the request waits for one.
+    `module` is a name as for `python -m`; that program calls `serve`, which hands `setup` to its
+    `make_handler`.
     """
 
     def __init__(self, module: str, setup: bytes, limits: ProcessLimits, size: int) -> None:
         self._module = module
         self._setup = setup
         self._limits = limits
-        #: Places of idle processes, those used last at the end; None: the process is not started.
-        #: Who takes a place out puts it back, so that no more than `size` processes ever run.
+        #: Places that no request has, those used last at the end; None: no process runs there. Who
+        #: takes a place out puts it back, so that no more than `size` processes ever run. The last
+        #: place is taken first: an empty one there is filled, though others have idle processes.
         self._idle: list[_Child | None] = [None] * size
-        self._lock = threading.Lock()  #: For what is above and below.
+        #: Held to change `_idle` and the two fields below; each of the two is read without it too.
+        self._lock = threading.Lock()
         self._place_is_free = threading.Condition(self._lock)
         self._waiting_requests = 0
         self._is_closed = False
@@ -131,8 +139,9 @@ class LimitedProcesses:
     def ask_briefly(self, request: bytes) -> bytes | None:
         """Return the reply if it comes at once; None: `ask` will find it, in another thread.
 
-        This is for an event loop's thread: it waits for `GLANCE_S` at most, which a kernel may
-        round up to 8 ms. Raises RefusedError.
+        This is for an event loop's thread: it waits for the first bytes of the reply for `GLANCE_S`
+        at most, which a kernel may round up to 8 ms. Once they are there, it waits for the rest,
+        which the process sends in one go, for `contested_s` at most. Raises RefusedError.
         """
         with self._lock:
             child = self._idle[-1] if self._idle else None
@@ -271,7 +280,8 @@ class _Child:
     def turn_to(self, request: bytes) -> bool:
         """Return whether the process can take a request: it has this one already, or no other.
 
-        Another one that it does not reply to for `contested_s` ends it.
+        While it works on another request, this waits for that reply for `contested_s` and drops
+        it; a process that has not replied by then is killed.
         """
         if self._unanswered is not None and self._unanswered != request:
             with contextlib.suppress(RefusedError):
@@ -302,7 +312,7 @@ class _Child:
             self._begin(request)
             if not self._receive_piece():
                 return None
-            # The rest of a long reply is on its way.
+            # The process sends a reply in one go: the rest of a long one is on its way.
             return self._receive(self._limits.contested_s, _never)
         except RefusedError:
             raise

@@ -72,3 +72,15 @@ def test_replay_says_which_file_of_a_folder_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "router.jsonl").write_text("{}\n")
     done = CliRunner().invoke(app, ["replay", str(tmp_path)])
     assert done.exit_code == 1 and "router.jsonl, line 1" in done.stderr
+
+
+def test_explain_says_a_target_in_words() -> None:
+    described = {"prompt_tokens": 2000, "ttft_target_s": 6.0, "ttft_target": "max(1s, 3x)"}
+    assert explain._ttft_target({**described, "isolated_s": 2.0}) == (
+        "max(1s, 3x) = 6000.0 ms, by 3x (the whole prompt alone takes 2000.0 ms)"
+    )
+    assert explain._ttft_target(described) == "max(1s, 3x) = 6000.0 ms"  # of a further attempt
+    by_length = {"prompt_tokens": 2000, "ttft_target_s": 1.1, "ttft_target": "500ms + 300ms/1k"}
+    assert explain._ttft_target({**by_length, "isolated_s": 0.0}) == "500ms + 300ms/1k = 1100.0 ms"
+    assert explain._ttft_target({"ttft_target_s": 0.5, "ttft_target": ""}) == "500.0 ms"
+    assert explain._ttft_target({"ttft_target_s": 0.5}) == "500.0 ms"  # of an older router

@@ -72,7 +72,7 @@ def test_of_several_clusters_a_command_lists_how_to_name_one(folder: Path) -> No
         other = msgspec.structs.replace(mine, pid=os.getppid(), began=_began(os.getppid()))
         other = msgspec.structs.replace(other, model="qwen", http="http://b:1", admin="http://b:2")
         (folder / "other.json").write_bytes(msgspec.json.encode(other))
-        for words in (["status"], ["chat", "hi"]):
+        for words in (["status"], ["model", "remove", "qwen"], ["chat", "hi"]):
             done = CliRunner().invoke(app, words)
             assert done.exit_code == 2 and "2 clusters run here" in done.stderr
         assert "qwen: --endpoint http://b:1" in done.stderr

@@ -1,4 +1,4 @@
-"""Counts in a Serve config: nothing else changes, on Serve itself and in a RayService."""
+"""Counts in a Serve config, and orders in a RayService: nothing else changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from diptych.cluster.applications import model_applications
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.kuberay import KubeRayPools
-from diptych.cluster.control.serve import ScaleError, pool_observations, with_replica_counts
+from diptych.cluster.control.rayservice import SCALED_ANNOTATION, VALUES_ANNOTATION
+from diptych.cluster.control.serve import (
+    PoolObservation,
+    ScaleError,
+    pool_observations,
+    with_replica_counts,
+)
 from diptych.cluster.launch.checkpoint import find_checkpoint
 from diptych.cluster.launch.local_cluster import PreparedModel, serve_applications
 from ray.serve._private.deploy_utils import get_app_code_version
@@ -109,11 +114,15 @@ def test_replicas_are_sorted_by_what_serve_says_of_them() -> None:
 
 
 class Kubernetes:
-    """An API server with one RayService; `conflicts` patches find a newer version."""
+    """An API server with a RayService and its Ray cluster; `conflicts` patches find a newer version."""
 
     def __init__(self) -> None:
-        self.version, self.conflicts, self.requests = 7, 0, list[tuple[str, str, dict]]()
-        self.config: dict[str, Any] = {"proxy_location": "EveryNode", "applications": APPS}
+        self.version, self.conflicts, self.requests = 7, 0, list[tuple[str, str, Any]]()
+        self.annotations = {VALUES_ANNOTATION: json.dumps({"prefill": 1, "decode": 2})}
+        group = {"groupName": "all", "replicas": 2, "resources": {"prefill": "1", "decode": "3"}}
+        self.groups = [group]
+        self.cluster = [{**group, "minReplicas": 2, "maxReplicas": 2}]
+        self.status: dict[str, Any] = {}
         api = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -131,29 +140,64 @@ class Kubernetes:
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
-    def answer(self, http: BaseHTTPRequestHandler, patch: dict | None) -> None:
-        assert http.path == "/apis/ray.io/v1/namespaces/pd/rayservices/serving"
-        self.requests.append((http.command, http.headers["authorization"], patch or {}))
-        code, body = self._do(patch, http.headers.get("content-type", ""))
+    def answer(self, http: BaseHTTPRequestHandler, patch: Any) -> None:
+        self.requests.append((http.command, http.headers["authorization"], patch))
+        code, body = self._do(http.path, patch, http.headers.get("content-type", ""))
         raw = json.dumps(body).encode()
         http.send_response(code)
         http.send_header("content-length", str(len(raw)))
         http.end_headers()
         http.wfile.write(raw)
 
-    def _do(self, patch: dict | None, kind: str) -> tuple[int, dict]:
+    def _do(self, path: str, patch: Any, kind: str) -> tuple[int, dict]:
+        path, _, query = path.partition("?")
+        if path == "/apis/ray.io/v1/namespaces/pd/rayclusters/serving-x1":
+            return self._do_cluster(patch, kind)
+        assert path == "/apis/ray.io/v1/namespaces/pd/rayservices/serving"
         if patch is None:
-            spec = {"serveConfigV2": yaml.safe_dump(self.config)}
-            return 200, {"metadata": {"resourceVersion": str(self.version)}, "spec": spec}
-        assert kind == "application/merge-patch+json"
+            metadata = {"name": "serving", "resourceVersion": str(self.version)}
+            metadata |= {"annotations": self.annotations}
+            spec = {"rayClusterConfig": {"workerGroupSpecs": self.groups}}
+            return 200, {"metadata": metadata, "spec": spec, "status": self.status}
+        assert kind == "application/apply-patch+yaml"
+        assert "fieldManager=diptych-control" in query
         if self.conflicts:
             self.conflicts -= 1
             self.version += 1
             return 409, {"message": "the object has been modified"}
         if patch["metadata"]["resourceVersion"] != str(self.version):
             return 409, {"message": "the object has been modified"}
-        self.config = yaml.safe_load(patch["spec"]["serveConfigV2"])
+        self.annotations |= patch["metadata"]["annotations"]
         return 200, {}
+
+    def _do_cluster(self, patch: Any, kind: str) -> tuple[int, dict]:
+        if patch is None:
+            status = {"readyWorkerReplicas": 2}
+            return 200, {"spec": {"workerGroupSpecs": self.cluster}, "status": status}
+        assert kind == "application/json-patch+json"
+        for operation in patch:
+            *_, index, field = operation["path"].split("/")
+            if operation["op"] == "test":
+                assert self.cluster[int(index)][field] == operation["value"]
+            else:
+                self.cluster[int(index)][field] = operation["value"]
+        return 200, {}
+
+
+class FakeServe:
+    """Serve's pools, which have the size that was set last."""
+
+    def __init__(self) -> None:
+        self.targets = {"prefill": 1, "decode": 2}
+
+    async def observe(self) -> dict[str, PoolObservation]:
+        return {
+            name: PoolObservation(target=target, running=["r0"], starting=[], stopping=[])
+            for name, target in self.targets.items()
+        }
+
+    async def resize(self, counts: dict[str, int]) -> None:
+        self.targets |= counts
 
 
 @pytest.fixture
@@ -164,39 +208,123 @@ def kubernetes() -> Iterator[Kubernetes]:
     api.server.server_close()
 
 
-def rayservice(api: Kubernetes, folder: Path) -> KubeRayPools:
-    (folder / "namespace").write_text("pd")
-    (folder / "token").write_text("word\n")
-    return KubeRayPools("serving", MODEL, folder, api.url)
+@pytest.fixture
+def serve() -> FakeServe:
+    return FakeServe()
 
 
-def test_on_kuberay_the_rayservice_gets_the_counts(kubernetes: Kubernetes, tmp_path: Path) -> None:
-    pools = rayservice(kubernetes, tmp_path)
+@pytest.fixture
+def pools(
+    kubernetes: Kubernetes, serve: FakeServe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> KubeRayPools:
+    (tmp_path / "namespace").write_text("pd")
+    (tmp_path / "token").write_text("word\n")
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "serving-x1")
+    return KubeRayPools("serving", MODEL, tmp_path, kubernetes.url, serve_pools=serve)
+
+
+def test_on_kuberay_an_order_is_an_annotation_of_control_alone(
+    kubernetes: Kubernetes, serve: FakeServe, pools: KubeRayPools
+) -> None:
     kubernetes.conflicts = 1
-    before = copy.deepcopy(kubernetes.config)
     asyncio.run(pools.resize({"decode": 5}))
-    changed = kubernetes.config
-    counts = {one["name"]: one["num_replicas"] for one in changed["applications"][1]["deployments"]}
-    assert counts == {"PrefillWorker": 1, "DecodeWorker": 5}
-    before["applications"][1]["deployments"] = changed["applications"][1]["deployments"]
-    assert changed == before, "nothing else is changed"
+    order = json.loads(kubernetes.annotations[SCALED_ANNOTATION])
+    assert order == {"decode": {"replicas": 5, "insteadOf": 2}}
+    assert serve.targets == {"prefill": 1, "decode": 5}, "at once, not at the next look"
     assert [verb for verb, _, _ in kubernetes.requests] == ["GET", "PATCH", "GET", "PATCH"]
     assert {word for _, word, _ in kubernetes.requests} == {"Bearer word"}
-    assert set(kubernetes.requests[-1][2]["spec"]) == {"serveConfigV2"}
+    applied = kubernetes.requests[-1][2]
+    assert set(applied) == {"apiVersion", "kind", "metadata"}, "Helm owns the rest"
+    assert set(applied["metadata"]["annotations"]) == {SCALED_ANNOTATION}
+
+
+def test_more_replicas_than_slots_are_refused_with_their_number(
+    kubernetes: Kubernetes, serve: FakeServe, pools: KubeRayPools
+) -> None:
+    with pytest.raises(ScaleError, match=r"decode=9: the fleet has 6 slots of this kind; .*pods"):
+        asyncio.run(pools.resize({"decode": 9}))
+    assert SCALED_ANNOTATION not in kubernetes.annotations
+    assert serve.targets["decode"] == 2
+
+
+def follow(pools: KubeRayPools) -> list[tuple[str, str]]:
+    """Look once, and return what was done."""
+    actions: list[tuple[str, str]] = []
+    asyncio.run(pools.follow_once(lambda what, about: actions.append((what, about))))
+    return actions
+
+
+def test_an_order_outlives_what_the_operator_puts_to_serve(
+    serve: FakeServe, pools: KubeRayPools
+) -> None:
+    asyncio.run(pools.resize({"decode": 5}))
+    serve.targets["decode"] = 2  # the operator put the chart's text again
+    assert follow(pools) == [("scale", "decode=5, as RayService serving says")]
+    assert serve.targets == {"prefill": 1, "decode": 5}
+    assert follow(pools) == []
+
+
+def test_another_count_in_the_values_ends_the_order(
+    kubernetes: Kubernetes, serve: FakeServe, pools: KubeRayPools
+) -> None:
+    asyncio.run(pools.resize({"decode": 5}))
+    kubernetes.annotations[VALUES_ANNOTATION] = json.dumps({"prefill": 1, "decode": 3})
+    follow(pools)
+    assert serve.targets["decode"] == 3
+    asyncio.run(pools.resize({"prefill": 2}))
+    orders = json.loads(kubernetes.annotations[SCALED_ANNOTATION])
+    assert set(orders) == {"prefill"}, "the order that has ended is forgotten"
+
+
+def test_a_model_that_is_not_deployed_yet_is_left_alone(
+    serve: FakeServe, pools: KubeRayPools
+) -> None:
+    serve.targets = {"prefill": 0, "decode": 0}
+    assert follow(pools) == []
+    assert serve.targets == {"prefill": 0, "decode": 0}
+
+
+def test_the_ray_cluster_gets_the_pods_that_the_rayservice_has(
+    kubernetes: Kubernetes, pools: KubeRayPools
+) -> None:
+    kubernetes.groups = [{**kubernetes.groups[0], "replicas": 4}]
+    assert follow(pools) == [("pods", "all 2 -> 4")]
+    (group,) = kubernetes.cluster
+    assert {group["replicas"], group["minReplicas"], group["maxReplicas"]} == {4}
+    assert follow(pools) == []
+    lacking = asyncio.run(pools.observe())["decode"]
+    assert lacking.message.startswith("2 of 4 pods are ready")
+
+
+def test_the_pods_of_a_cluster_that_is_replaced_are_left_alone(
+    kubernetes: Kubernetes, pools: KubeRayPools
+) -> None:
+    kubernetes.groups = [{**kubernetes.groups[0], "replicas": 4}]
+    kubernetes.status = {"pendingServiceStatus": {"rayClusterName": "serving-x2"}}
+    assert follow(pools) == []
+    assert kubernetes.cluster[0]["replicas"] == 2
 
 
 def test_a_rayservice_that_others_keep_changing_is_given_up(
-    kubernetes: Kubernetes, tmp_path: Path
+    kubernetes: Kubernetes, pools: KubeRayPools
 ) -> None:
     kubernetes.conflicts = 99
     with pytest.raises(ScaleError, match="changed by others"):
-        asyncio.run(rayservice(kubernetes, tmp_path).resize({"decode": 5}))
+        asyncio.run(pools.resize({"decode": 5}))
+
+
+def test_a_rayservice_of_an_older_chart_is_named(
+    kubernetes: Kubernetes, pools: KubeRayPools
+) -> None:
+    kubernetes.annotations = {}
+    with pytest.raises(ScaleError, match="an older chart made it; helm upgrade first"):
+        asyncio.run(pools.resize({"decode": 5}))
 
 
 def test_what_kubernetes_says_is_passed_on(
-    kubernetes: Kubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kubernetes: Kubernetes, pools: KubeRayPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = "rayservices.ray.io is forbidden: User cannot get it"
-    monkeypatch.setattr(kubernetes, "_do", lambda *_: (403, {"message": told}))
+    message = "rayservices.ray.io is forbidden: User cannot get it"
+    monkeypatch.setattr(kubernetes, "_do", lambda *_: (403, {"message": message}))
     with pytest.raises(ScaleError, match=r"refuses \(403\): rayservices.ray.io is forbidden"):
-        asyncio.run(rayservice(kubernetes, tmp_path).resize({"decode": 5}))
+        asyncio.run(pools.resize({"decode": 5}))

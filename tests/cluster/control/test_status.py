@@ -106,6 +106,13 @@ def test_what_is_missing_is_named() -> None:
         assert summarize(alone, seen(0), ROUTER, WORKERS[1:])["state"] == "healthy"
 
 
+def test_a_missing_gateway_is_a_reason_though_the_others_serve() -> None:
+    three = ClusterConfig.model_validate({"gateway": {"replicas": 3}})
+    cluster = summarize(three, seen(), ROUTER, WORKERS)
+    assert cluster["state"] == "degraded" and cluster["missing"] == []
+    assert cluster["reasons"] == ["gateways: 2 of 3"]
+
+
 def test_a_worker_that_loads_or_does_not_come_up_is_noted() -> None:
     router = {**ROUTER, "loading": {"decode/new": ("loading weights, layer 3/4", 0.75)}}
     starting = PoolObservation(3, [], ["new"], [])
@@ -137,6 +144,20 @@ def test_a_target_out_of_reach_is_named_with_what_is_reachable() -> None:
     both = with_shares(320, 0.3, 0.12, itl_p95_ms=107.3, ttft_p95_ms=9000.0)
     names = [found["target"] for found in summarize(config, seen(), both, WORKERS)["unreached"]]
     assert names == ["ttft", "itl"]
+
+
+def test_a_target_that_differs_by_request_is_judged_by_each_one_s_own() -> None:
+    config = ClusterConfig.model_validate({"slo": {"ttft": "max(1s,3x)", "itl_ms": 50}})
+    late = with_shares(320, 0.3, 0.97, ttft_p95_ms=9000.0, ttft_share_p95=1.8)
+    cluster = summarize(config, seen(), late, WORKERS)
+    assert list(unreached_lines(cluster)) == [
+        "ttft<=max(1s, 3x) is out of reach at this load: 30% of 320 requests kept it; "
+        "95% of the latest got 9000ms, 1.8 times their target"
+    ]
+    assert "slo ttft<=max(1s, 3x) itl<=50ms" in headline({**cluster, "router": None})
+    # Long prompts may take 9 s: what was served was in time, so the misses were refusals.
+    in_time = with_shares(320, 0.3, 0.97, ttft_p95_ms=9000.0, ttft_share_p95=0.9)
+    assert summarize(config, seen(), in_time, WORKERS)["unreached"] == []
 
 
 def test_a_target_is_not_out_of_reach_by_chance_or_by_refusals() -> None:

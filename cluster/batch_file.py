@@ -1,0 +1,124 @@
+"""Files of requests in OpenAI's batch format, and of their answers (pure but for reading).
+
+A line of requests is `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`, and a line of
+answers `{"id": ..., "custom_id": ..., "response": {"status_code": ..., "body": {...}}, "error": null}`
+(https://platform.openai.com/docs/guides/batch). Answers stand in the order in which they ended.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .gateway.errors import ERROR_KINDS
+
+#: What a line may ask for: the path, and the field that its body must have.
+PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+LINE_BYTES_MAX = 8 << 20  #: Of a line; an HTTP body of the gateway has the same limit.
+
+
+class BatchFileError(ValueError):
+    """A file cannot be read as a batch; the message says where and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One line of requests."""
+
+    custom_id: str  #: The caller's name of it, unique in the file.
+    body: dict[str, Any]
+
+    @property
+    def seeded_body(self) -> dict[str, Any]:
+        """The body with a seed of its own, so that another run gives the same answer."""
+        return {"seed": zlib.crc32(self.custom_id.encode()), **self.body}
+
+
+def read_requests(path: Path) -> list[BatchRequest]:
+    """Return all requests of a file; empty lines do not count. Raises BatchFileError, OSError."""
+    requests = []
+    known_ids: set[str] = set()
+    with path.open("rb") as file:
+        # A line that is too long is read no further than that shows.
+        lines = iter(lambda: file.readline(LINE_BYTES_MAX + 1), b"")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                request = _read_request(line)
+                if request.custom_id in known_ids:
+                    raise BatchFileError(f"custom_id {request.custom_id!r} stands there twice")
+            except BatchFileError as error:
+                raise BatchFileError(f"{path}:{number}: {error}") from None
+            known_ids.add(request.custom_id)
+            requests.append(request)
+    return requests
+
+
+def _read_request(line: bytes) -> BatchRequest:
+    if len(line) > LINE_BYTES_MAX:
+        raise BatchFileError(f"the line has more than {LINE_BYTES_MAX >> 20} MiB")
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BatchFileError(f"no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BatchFileError("a line must be a JSON object")
+    custom_id = fields.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BatchFileError("custom_id must be a text that names the request")
+    if fields.get("method", "POST") != "POST":
+        raise BatchFileError(f"method is {fields['method']!r}, and only POST is known")
+    url = fields.get("url", "/v1/chat/completions")
+    if url not in PROMPT_FIELDS:
+        raise BatchFileError(f"url is {url!r}, and must be one of {', '.join(PROMPT_FIELDS)}")
+    body = fields.get("body")
+    if not isinstance(body, dict) or PROMPT_FIELDS[url] not in body:
+        raise BatchFileError(f"body must be an object with {PROMPT_FIELDS[url]}, as {url} takes it")
+    return BatchRequest(custom_id, body)
+
+
+def answered_ids(path: Path) -> Collection[str]:
+    """Return whose answers a file has already; none where there is no file.
+
+    A last line that was cut off in the middle is taken off the file. Raises BatchFileError for a
+    file of something else, and OSError.
+    """
+    if not path.exists():
+        return frozenset()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    ids = set()
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            ids.add(json.loads(line)["custom_id"])
+        except (ValueError, KeyError, TypeError):
+            raise BatchFileError(
+                f"{path}:{number} is no line of answers; name another file, or remove this one"
+            ) from None
+    if len(whole) < len(content):
+        path.write_bytes(whole)
+    return ids
+
+
+def answer_line(number: int, custom_id: str, answer: Mapping[str, Any]) -> str:
+    """Return the line of an answer, which may be the body of an error, without its line end."""
+    status = 200
+    if "error" in answer:
+        status = ERROR_KINDS[answer["error"]["code"]].http_status
+    response = {
+        "status_code": status,
+        "request_id": answer.get("id", ""),
+        "body": answer,
+    }
+    line = {
+        "id": f"batch_req_{number}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": None,
+    }
+    return json.dumps(line, ensure_ascii=False)

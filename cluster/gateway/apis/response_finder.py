@@ -1,0 +1,105 @@
+"""Finds stored responses: in this gateway's store, or at the gateway that has them.
+
+A response is stored by the gateway that generated it, and by no other. A client's next call may
+reach any gateway, so one that has not got the response asks the others (`peers.py`).
+"""
+
+from __future__ import annotations
+
+from ....protos import frames
+from ..errors import ApiError
+from ..peers import GatewayPeers
+from .response_store import (
+    ResponseStore,
+    StoredResponse,
+    Turn,
+    check_conversation,
+    output_item,
+)
+from .schema import JsonObject
+
+#: Most bytes of a response, with the conversation if that is wanted, that go to another gateway;
+#: a frame holds 16 MiB.
+SENT_BYTES_MAX = 12 << 20
+
+
+class ResponseFinder:
+    """Finds the stored responses of all gateways for one of them.
+
+    Each method may raise ApiError: `not_found`, or `no_capacity` if a gateway that may have the
+    response does not answer.
+    """
+
+    def __init__(self, store: ResponseStore, peers: GatewayPeers) -> None:
+        """Look in `store` first, which is this gateway's, and then at the gateways of `peers`."""
+        self._store = store
+        self._peers = peers
+
+    async def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
+        """Return a response, which counts as used now.
+
+        One that another gateway has comes without its conversation. `param` is the field of the
+        body that names the response.
+        """
+        return await self._find(tenant, response_id, param)
+
+    async def turns(self, tenant: str, response_id: str) -> tuple[Turn, ...]:
+        """Return the conversation that ends with a response.
+
+        Raises ApiError `context_length_exceeded` for one that is too long to go on. One that is
+        longer than `SENT_BYTES_MAX` and at another gateway is `not_found`.
+        """
+        stored = await self._find(tenant, response_id, "previous_response_id", with_turns=True)
+        check_conversation(stored.turns)
+        return stored.turns
+
+    async def item(self, tenant: str, item_id: str) -> JsonObject:
+        """Return an output item of a stored response."""
+        # An item's id is a prefix, the id of its response and a number, joined by `_`.
+        response_id = item_id.partition("_")[2].rpartition("_")[0]
+        return output_item(await self._find(tenant, response_id, "input"), item_id)
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """Forget a response, wherever it is; those that follow it keep its turns."""
+        if self._store.find(tenant, response_id):
+            self._store.delete(tenant, response_id)
+        elif not await self._peers.find_response(tenant, response_id, delete=True):
+            raise _not_found(response_id, None)
+
+    async def _find(
+        self, tenant: str, response_id: str, param: str | None, *, with_turns: bool = False
+    ) -> StoredResponse:
+        stored = self._store.find(tenant, response_id)
+        if stored is not None:
+            return stored
+        found = await self._peers.find_response(tenant, response_id, with_turns=with_turns)
+        if found is None or found.response is None:
+            raise _not_found(response_id, param)
+        turns = tuple(Turn(items) for items in found.turns)
+        return StoredResponse(found.response, turns, last_used_s=0.0)
+
+
+def answer_peer(store: ResponseStore, frame: frames.FindResponse) -> frames.ResponseFound:
+    """Return what the gateway of `store` answers another one that looks for a response.
+
+    A response that is longer than `SENT_BYTES_MAX`, with its conversation if that is wanted, is
+    answered as if it were not there: without the whole conversation nobody may go on with it.
+    """
+    stored = store.find(frame.tenant, frame.response_id)
+    if stored is None:
+        return frames.ResponseFound(frame.call_id)
+    if frame.delete:
+        store.delete(frame.tenant, frame.response_id)
+    turns = [turn.items for turn in stored.turns] if frame.with_turns else []
+    if len(stored.response) + sum(map(len, turns)) > SENT_BYTES_MAX:
+        return frames.ResponseFound(frame.call_id)
+    return frames.ResponseFound(frame.call_id, stored.response, turns)
+
+
+def _not_found(response_id: str, param: str | None) -> ApiError:
+    message = (
+        f"Response with id {response_id[:128]!r} not found. A gateway keeps responses in its "
+        "memory for a while, so this one expired, or was not stored, or its gateway has ended: "
+        "send the whole conversation as input"
+    )
+    return ApiError("not_found", message, param)

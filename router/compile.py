@@ -12,6 +12,8 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
+
 from .native import (
     GROUP,
     MODULES,
@@ -27,6 +29,7 @@ SETUP = """
 from mypyc.build import mypycify
 from setuptools import setup
 options = ["--follow-imports=silent", "--ignore-missing-imports", "--explicit-package-bases"]
+options += ["--no-site-packages"]  # reading what is below torch would take minutes
 setup(name="native", ext_modules=mypycify([*options, *{sources}], group_name="{group}"))
 """
 
@@ -43,6 +46,8 @@ def build(target: Path) -> None:
         sources = [f"diptych/{path}" for path in source_paths()]
         # The sources are named as of the package `diptych`, whatever the checkout's folder is.
         (draft / "diptych").symlink_to(ROOT)
+        # Of other packages' types only those of the messages matter.
+        (draft / "msgspec").symlink_to(Path(msgspec.__file__).parent)
         (draft / "setup.py").write_text(SETUP.format(sources=sources, group=GROUP))
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "out"]
         subprocess.run(command, cwd=draft, check=True, capture_output=True, text=True)

@@ -89,12 +89,12 @@ class InstantRunner:
         return InstantStep(len(rows))
 
     def draw_rows(self, logits: Any, rows: DecodeRows, update: SlotUpdate) -> InstantStep:
-        """Raise NotImplementedError: no step has prefill here."""
-        raise NotImplementedError
+        """Raise NotImplementedError: every step of this bench is one of decode rows alone."""
+        raise NotImplementedError("this bench plans no step with prefill in it")
 
     def score_rows(self, logits: Any, rows: DecodeRows) -> Any:
-        """Raise NotImplementedError: no prompt is scored here."""
-        raise NotImplementedError
+        """Raise NotImplementedError: no request of this bench asks for its prompt's logprobs."""
+        raise NotImplementedError("this bench scores no prompt")
 
 
 def measure(row_count: int, sampling: dict[str, Any]) -> float:

@@ -11,10 +11,10 @@ import gc
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import inf
-from multiprocessing import get_context
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ..router import RouterConfig, SloClass
@@ -22,6 +22,7 @@ from ..router.config import CLASSES
 from .documents import OWN_POLICY
 from .fleet import Faults, Fleet, FleetSplit
 from .metrics import SimulatedOutcome, Slo
+from .processes import fork_processes, lost_process
 from .sim import Setting, Simulation
 from .trace import Trace, count_turns
 
@@ -178,7 +179,7 @@ class CaseProcesses:
     """A pool of `jobs` processes that have the cases; with one job, this process alone.
 
     `submit(function, number, ...)` computes `function(cases[number], ...)`. Leaving the context
-    cancels what has not begun.
+    cancels what has not begun, and makes a SimulationError of a process that has ended.
     """
 
     def __init__(self, cases: list[Case], jobs: int) -> None:
@@ -188,7 +189,7 @@ class CaseProcesses:
         self._pool: ProcessPoolExecutor | None = None
         if jobs > 1:
             _forked_cases[:] = cases
-            self._pool = ProcessPoolExecutor(jobs, get_context("fork"))
+            self._pool = fork_processes(jobs)
             # A first task, which does nothing, forks all processes now, before there are threads.
             self._pool.submit(int).result()
 
@@ -211,6 +212,8 @@ class CaseProcesses:
     def __enter__(self) -> CaseProcesses:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+        if isinstance(error, BrokenProcessPool):
+            raise lost_process() from error

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from math import inf
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import yaml
@@ -43,6 +42,7 @@ from .planned_layout import (
     simulate_at,
     simulate_layout,
 )
+from .processes import simulation_processes
 from .reach import ReachStudy, find_reach, target_curve
 from .search import ProgressReporter, no_progress, split_text
 
@@ -62,7 +62,7 @@ def plan_layouts(
     The result is the document of `diptych plan -o json`. `jobs` processes simulate, and each result
     is a line for `report_progress`. Raises SimulationError if there is no fleet.
     """
-    with ProcessPoolExecutor(max(1, jobs), get_context("fork")) as pool:
+    with simulation_processes(jobs) as pool:
         layouts = _simulate_layouts(options, demand, pool, report_progress)
         best = choose_layout(layouts, demand)
         contest = _find_contest(layouts, best, demand)
@@ -104,7 +104,7 @@ def pick_layout(options: list[FleetOption], demand: PlanDemand, jobs: int) -> Fl
 
     `jobs` processes simulate. Raises SimulationError if there is no fleet.
     """
-    with ProcessPoolExecutor(max(1, jobs), get_context("fork")) as pool:
+    with simulation_processes(jobs) as pool:
         return choose_layout(_simulate_layouts(options, demand, pool, no_progress), demand)
 
 

@@ -204,6 +204,14 @@ def _start_engines(
 ) -> _Engines:
     """Start the engines, each of which `stack` closes; all of them are frozen afterwards."""
     settings_json = json.dumps(settings)
+    peer, peer_setup = None, None
+    if options.vllm_python is not None:  # first, as it is the one that may not be there
+        report("starting vLLM (it compiles the model: about a minute)")
+        peer_command = [str(options.vllm_python), str(PEER), settings_json]
+        peer = _start(stack, "vLLM", peer_command, options.threads)
+        peer_setup = peer.answer()["ready"]
+        peer.freeze()
+
     report("starting Diptych's engine")
     our_command = [sys.executable, "-m", "diptych.engine.bench.worker", settings_json]
     ours = _start(stack, "Diptych's engine", our_command, options.threads)
@@ -211,14 +219,6 @@ def _start_engines(
     with ours.turn(urgent=True):
         machine = ours.command("machine")
     report(f"this machine: {machine['gb_per_s']} GB/s, {machine['tflops']} TFLOP/s in bf16")
-    if options.vllm_python is None:
-        return _Engines(ours, setup, machine)
-
-    report("starting vLLM (it compiles the model: about a minute)")
-    peer_command = [str(options.vllm_python), str(PEER), settings_json]
-    peer = _start(stack, "vLLM", peer_command, options.threads)
-    peer_setup = peer.answer()["ready"]
-    peer.freeze()
     return _Engines(ours, setup, machine, peer=peer, peer_setup=peer_setup)
 
 

@@ -1,8 +1,8 @@
 """The KV connector by which vLLM tells of its blocks, and waits for those that arrive.
 
 It decides nothing: each call goes on to the engine that hosts vLLM (`hooks.VllmHooks`). vLLM makes
-two of them, one beside its scheduler and one beside its model; with one rank both are called on
-the engine's thread, in this order in each step:
+two of them, one beside its scheduler and one beside its model. A hosted vLLM has one rank only
+(`start.py` refuses more), so both are called on the engine's thread, in this order in each step:
 
     scheduler   get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta
     model       save_kv_layer for each layer, get_transfer_results

@@ -348,7 +348,7 @@ class VllmEngine:
         vllm_request, wave = self._core.preprocess_add_request(core_request)
         request.vllm_request = vllm_request
         self._requests[request_id] = request
-        self._names.learn(0, vllm_request.block_hashes, sequence.block_hashes)
+        self._names.learn(0, vllm_request.block_hashes, sequence.block_hashes, request_id)
         self._core.add_request(vllm_request, wave)
 
     def _prompt_logprobs(self, sequence: Sequence, state: RequestState) -> int | None:
@@ -373,7 +373,7 @@ class VllmEngine:
     def _forget(self, request: HostedRequest) -> None:
         """Drops a request that vLLM has ended."""
         self._requests.pop(request.request_id, None)
-        self._names.forget_uncached(request.vllm_request.block_hashes)
+        self._names.forget_request(request.request_id)
         self._drawing.discard(request.request_id)
 
     def _blocks_for(self, tokens: int) -> int:
@@ -649,6 +649,9 @@ class VllmEngine:
     ) -> list[StepEvent]:
         """Begins a further answer with its first token; on a prefill worker it ends with that."""
         fork = sequence.fork(index)
+        # The first answer's id may have filled the block behind the prompt's full ones, and named
+        # it; here another id is in that place.
+        del fork.block_hashes[fork.prompt_tokens // self.limits.block_tokens :]
         events = self._book_token(fork, first)
         goes_on = isinstance(first, Token) and fork.finish_reason() is None
         if goes_on and not sequence.stop_after_first:
@@ -679,7 +682,10 @@ class VllmEngine:
                 parent = sequence.block_hashes[index - 1]
             sequence.block_hashes += block_hashes(ids, parent, block)
         self._names.learn(
-            named_blocks, their_hashes[named_blocks:], sequence.block_hashes[named_blocks:]
+            named_blocks,
+            their_hashes[named_blocks:],
+            sequence.block_hashes[named_blocks:],
+            request.request_id,
         )
 
     # ---- cached prefixes ---------------------------------------------------------------------

@@ -4,11 +4,25 @@ vLLM finds cached blocks by hashes of its own. Gateways, the router and other wo
 content hashes (`kv_transfer.identity`). While a request lives, both names of each of its blocks are
 known: the sequence has ours, vLLM's request has theirs, block for block. They are kept here, and
 with vLLM's events of stored and removed blocks they say which of our contents are cached.
+
+A pair of names is kept while its block is cached, and while a live request has the block or is
+going to fill it: that request does not name it again when vLLM caches the block.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...kv_transfer.identity import hashes_per_block, is_looked_up
+
+
+@dataclass(slots=True)
+class BlockName:
+    """What is known of a block besides vLLM's hash of it."""
+
+    our_hash: bytes
+    is_looked_up: bool  #: True if routers look the hash up; they are told of no others.
+    live_requests: int = 0  #: Those that have the block, or are going to fill it.
 
 
 class PrefixNames:
@@ -16,74 +30,91 @@ class PrefixNames:
 
     def __init__(self, block_tokens: int) -> None:
         self._hashes_per_block = hashes_per_block(block_tokens)
-        #: Our hash by vLLM's, of every block that is cached or that a request is going to fill.
-        self._ours: dict[bytes, bytes] = {}
-        #: vLLM's hash by ours, of every block that is cached.
-        self._cached: dict[bytes, bytes] = {}
-        #: Our hashes that routers look up; they are told of no others.
-        self._looked_up: set[bytes] = set()
-        self._stored: set[bytes] = set()  #: Since the last `drain`, as `_evicted`.
-        self._evicted: set[bytes] = set()
+        #: By vLLM's hash.
+        self._names: dict[bytes, BlockName] = {}
+        #: vLLM's hashes that a live request has named, by its id.
+        self._named_by: dict[str, list[bytes]] = {}
+        #: vLLM's hashes of all cached blocks, with or without a name.
+        self._cached: set[bytes] = set()
+        #: vLLM's hash by ours, of every cached block that has a name.
+        self._theirs: dict[bytes, bytes] = {}
+        #: Our hashes of what is cached and looked up: now, and as of the last `drain`.
+        self._visible: set[bytes] = set()
+        self._drained: set[bytes] = set()
 
-    def learn(self, first_index: int, theirs: list[bytes], ours: list[bytes]) -> None:
+    def learn(
+        self, first_index: int, theirs: list[bytes], ours: list[bytes], request_id: str = ""
+    ) -> None:
         """Takes the names of consecutive blocks of a prompt, of which the first is `first_index`.
 
-        A list that is longer than the other one counts as far as both go.
+        A list that is longer than the other one counts as far as both go. The names are those of
+        the live request `request_id`, until `forget_request`; without an id, they are of blocks
+        that are being cached.
         """
         for index, (their_hash, our_hash) in enumerate(
             zip(theirs, ours, strict=False), first_index
         ):
-            self._ours[their_hash] = our_hash
-            last_hash = (index + 1) * self._hashes_per_block - 1
-            if is_looked_up(last_hash):
-                self._looked_up.add(our_hash)
+            name = self._names.get(their_hash)
+            if name is None:
+                last_hash = (index + 1) * self._hashes_per_block - 1
+                name = BlockName(our_hash, is_looked_up(last_hash))
+                self._names[their_hash] = name
+                if their_hash in self._cached:
+                    self._note_cached(their_hash, name)
+            if request_id:
+                name.live_requests += 1
+                self._named_by.setdefault(request_id, []).append(their_hash)
 
-    def forget_uncached(self, theirs: list[bytes]) -> None:
-        """Forgets the names of an ended request's blocks that are not cached: `theirs`."""
-        for their_hash in theirs:
-            our_hash = self._ours.get(their_hash)
-            if our_hash is not None and our_hash not in self._cached:
-                del self._ours[their_hash]
-                self._looked_up.discard(our_hash)
+    def forget_request(self, request_id: str) -> None:
+        """Forgets the names of an ended request's blocks that nothing else keeps."""
+        for their_hash in self._named_by.pop(request_id, []):
+            self._names[their_hash].live_requests -= 1
+            self._drop_if_unused(their_hash)
 
     def record_stored(self, their_hash: bytes) -> None:
-        """Takes note that vLLM has cached a block; blocks without our name are never told of."""
-        our_hash = self._ours.get(their_hash)
-        if our_hash is None or our_hash in self._cached:
-            return
-        self._cached[our_hash] = their_hash
-        self._stored.add(our_hash)
-        self._evicted.discard(our_hash)
+        """Takes note that vLLM has cached a block; nobody is told of it before its name is known."""
+        self._cached.add(their_hash)
+        name = self._names.get(their_hash)
+        if name is not None:
+            self._note_cached(their_hash, name)
+
+    def _note_cached(self, their_hash: bytes, name: BlockName) -> None:
+        self._theirs[name.our_hash] = their_hash
+        if name.is_looked_up:
+            self._visible.add(name.our_hash)
 
     def record_removed(self, their_hash: bytes) -> None:
         """Takes note that no block with this content is cached any more."""
-        our_hash = self._ours.pop(their_hash, None)
-        if our_hash is None or self._cached.pop(our_hash, None) is None:
-            return
-        if our_hash in self._stored:
-            self._stored.discard(our_hash)  # nobody was told that it was there
-        else:
-            self._evicted.add(our_hash)
+        self._cached.discard(their_hash)
+        name = self._names.get(their_hash)
+        if name is not None:
+            self._theirs.pop(name.our_hash, None)
+            self._visible.discard(name.our_hash)
+            self._drop_if_unused(their_hash)
+
+    def _drop_if_unused(self, their_hash: bytes) -> None:
+        if not self._names[their_hash].live_requests and their_hash not in self._cached:
+            del self._names[their_hash]
 
     def clear(self) -> None:
         """Takes note that vLLM has dropped its whole prefix cache."""
-        for their_hash in list(self._cached.values()):
+        for their_hash in list(self._cached):
             self.record_removed(their_hash)
 
     def their_hash(self, our_hash: bytes) -> bytes | None:
         """Returns vLLM's hash of a content that is cached, else None."""
-        return self._cached.get(our_hash)
+        return self._theirs.get(our_hash)
 
     def looked_up_hashes(self) -> list[bytes]:
         """Returns our hashes of all that is cached, as far as routers look them up."""
-        return [our_hash for our_hash in self._cached if our_hash in self._looked_up]
+        return list(self._visible)
 
     def drain(self) -> tuple[list[bytes], list[bytes]]:
-        """Returns our hashes (stored, evicted) since the last call; none is in both lists."""
-        stored = [our_hash for our_hash in self._stored if our_hash in self._looked_up]
-        evicted = [our_hash for our_hash in self._evicted if our_hash in self._looked_up]
-        # What is evicted has no name any more, so nobody asks whether routers look it up.
-        self._looked_up.difference_update(self._evicted)
-        self._stored.clear()
-        self._evicted.clear()
+        """Returns our hashes (stored, evicted) since the last call, as far as routers look them up.
+
+        What came and went in between is in neither list, nor is what went and came back.
+        """
+        stored = list(self._visible - self._drained)
+        evicted = list(self._drained - self._visible)
+        self._drained = set(self._visible)
         return stored, evicted

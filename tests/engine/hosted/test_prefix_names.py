@@ -11,7 +11,7 @@ OURS = [b"o0", b"o1", b"o2"]
 
 def named() -> PrefixNames:
     names = PrefixNames(64)
-    names.learn(0, THEIRS, OURS)
+    names.learn(0, THEIRS, OURS, "request")
     return names
 
 
@@ -34,15 +34,47 @@ def test_what_came_and_went_between_two_looks_is_not_told() -> None:
     assert names.drain() == ([], [])
 
 
-def test_what_went_and_came_back_is_told_as_stored_only() -> None:
+def test_what_went_and_came_back_is_not_told() -> None:
     names = named()
     names.record_stored(b"t0")
     names.drain()
     names.record_removed(b"t0")
-    names.learn(0, THEIRS, OURS)
     names.record_stored(b"t0")
-    stored, evicted = names.drain()
-    assert (stored, evicted) == ([b"o0"], [])
+    assert names.drain() == ([], [])
+    assert names.looked_up_hashes() == [b"o0"]
+
+
+def test_what_came_back_and_went_again_is_told_as_evicted() -> None:
+    names = named()
+    names.record_stored(b"t0")
+    names.drain()
+    names.record_removed(b"t0")
+    names.record_stored(b"t0")
+    names.record_removed(b"t0")
+    assert names.drain() == ([], [b"o0"])
+
+
+def test_a_waiting_request_still_names_a_block_that_was_evicted_before_it_began() -> None:
+    names = named()
+    names.record_stored(b"t0")
+    names.forget_request("request")
+    names.learn(0, THEIRS, OURS, "waiting")
+    names.record_removed(b"t0")
+    names.drain()
+    names.record_stored(b"t0")
+    assert names.drain() == ([b"o0"], [])
+
+
+def test_an_ended_request_leaves_the_names_that_it_shares_with_a_live_one() -> None:
+    names = named()
+    names.learn(0, THEIRS, OURS, "live")
+    names.forget_request("request")
+    for their_hash in THEIRS:
+        names.record_stored(their_hash)
+    assert sorted(names.drain()[0]) == OURS
+    names.forget_request("live")
+    names.clear()
+    assert not names._names and not names._named_by, "nothing is kept of them"
 
 
 def test_a_block_of_unknown_content_is_never_told() -> None:
@@ -52,10 +84,19 @@ def test_a_block_of_unknown_content_is_never_told() -> None:
     assert names.drain() == ([], [])
 
 
+def test_a_block_that_is_named_after_it_was_cached_is_told() -> None:
+    names = PrefixNames(64)
+    names.record_stored(b"t0")
+    assert names.drain() == ([], [])
+    names.learn(0, THEIRS, OURS, "request")
+    assert names.drain() == ([b"o0"], [])
+    assert names.their_hash(b"o0") == b"t0"
+
+
 def test_names_of_an_ended_request_go_unless_its_blocks_are_cached() -> None:
     names = named()
     names.record_stored(b"t1")
-    names.forget_uncached(THEIRS)
+    names.forget_request("request")
     names.record_stored(b"t0")
     assert names.their_hash(b"o0") is None
     assert names.their_hash(b"o1") == b"t1"

@@ -34,18 +34,19 @@ class RateStage:
     label: str
     begin_s: float
     end_s: float
-    rate: float  #: offered requests per second
+    rate: float  #: offered requests per second; 0 for a trace at the rate at which it was recorded
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """A request that is going to be sent, and when."""
 
-    arrival_s: float  #: since the start of the run
+    #: Since the start of the run. A `next_turn` is sent by its `think_s` instead.
+    arrival_s: float
     prompt_tokens: int
     output_tokens: int
-    #: (id, tokens) of the prompt's leading blocks: equal ids, equal text. What is left of the
-    #: prompt is this arrival's own.
+    #: (id, tokens) of the prompt's leading blocks: equal ids, equal text. `prompts.Words.text` cuts
+    #: what exceeds `prompt_tokens`, and makes what is left of the prompt this arrival's own.
     blocks: tuple[tuple[int, int], ...] = ()
     stage_index: int = 0
     next_turn: Arrival | None = None  #: is sent `think_s` after this one's answer

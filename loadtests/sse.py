@@ -186,6 +186,16 @@ class HttpConnection:
         """Returns the whole body; waits for its end."""
         return b"".join(body for _, body in self.pieces())
 
+    def measure_round_trip(self, path: str) -> float:
+        """Returns the seconds from a GET until the first piece of the answer's body.
+
+        Until the end of an answer without a body, such as that of vLLM's `/health`.
+        """
+        sent_s = self.send("GET", path, b"", {})
+        arrivals_s = [arrived_s for arrived_s, _ in self.pieces()]
+        arrived_s = arrivals_s[0] if arrivals_s else time.perf_counter()
+        return arrived_s - sent_s
+
     def _read(self) -> tuple[float, bytes]:
         """Returns (when the data arrived, by `perf_counter`; the data, empty at the end)."""
         if not self._stamped:

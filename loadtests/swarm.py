@@ -9,7 +9,8 @@ a gate does not hold. What is logged in Locust's statistics, in ms:
     SLO           each request; its failures missed a target, so 1 - failures is goodput
 
 Locust has users, of which each runs in a greenlet, and calls this file by events: `test_start`,
-`test_stop`, `quitting`, and the reports from workers to the master every few seconds.
+`test_stopping`, `test_stop`, `quitting`, and the reports from workers to the master every few
+seconds.
 """
 
 from __future__ import annotations
@@ -127,13 +128,14 @@ class Collector:
     def line(self, now: float, under_way: int) -> str:
         """Returns the progress in one line; `now` is in seconds since the start.
 
+        `under_way` are this process's requests: 0 on a master, which does not know the workers'.
         Goodput is of all requests so far; times are of the latest ones.
         """
         verdicts = sum(self._verdicts.values(), Counter[str]())
         ended = len(self.outcomes)
         served = [outcome for outcome in self._recent if not outcome.error]
         gaps_s = [gap for outcome in served[-RECENT_GAP_REQUESTS:] for gap in outcome.gaps_s]
-        parts = [f"{min(now, 1e5):5.0f} of {self.plan.duration:.0f} s", f"{ended} ended"]
+        parts = [f"{now:5.0f} of {self.plan.duration:.0f} s", f"{ended} ended"]
         if under_way:
             parts.append(f"{under_way} under way")
         if ended:
@@ -163,9 +165,11 @@ class Swarm:
         self._about: dict[str, Any] = {}  #: what the document says besides figures
         self._counters_before: dict[str, float] = {}  #: the server's
         self._began = 0.0  #: when the run began, on the monotonic clock
+        self._is_stopping = False  #: True once Locust has begun to stop the run
         self._ended_by_itself = False  #: True if the run was not stopped by somebody
         events = environment.events
         events.test_start.add_listener(self._on_start)
+        events.test_stopping.add_listener(self._on_stopping)
         events.test_stop.add_listener(self._on_stop)
         events.report_to_master.add_listener(self._on_report_to_master)
         events.worker_report.add_listener(self._on_worker_report)
@@ -213,6 +217,7 @@ class Swarm:
             )
         if not self._is_worker:
             self._began = time.monotonic()
+            self._is_stopping = False
             self._ended_by_itself = False
             gevent.spawn(self._watch)
             gevent.spawn(self._measure_path, self.facts.url)
@@ -263,7 +268,11 @@ class Swarm:
     # ---- users and metrics -----------------------------------------------------------------------
 
     def act(self, user: User) -> None:
-        """Does all that a user does in a run, and ends the user."""
+        """Does all that a user of Locust does in a run, and ends the user.
+
+        In a chat load each user converses. In an open loop a process has one user, which offers all
+        of the process's arrivals.
+        """
         run = self.run
         if run is not None:
 
@@ -308,13 +317,12 @@ class Swarm:
         """Puts a worker's new outcomes into `data`, the report that Locust is about to send."""
         if self.run is not None:
             outcomes = [outcome.packed() for outcome in self.run.fetch()]
-            under_way = len(self.run.under_way)
-            data["diptych"] = (outcomes, self.run.usage, under_way, self.run.done)
+            data["diptych"] = (outcomes, self.run.usage, self.run.done)
 
     def _on_worker_report(self, client_id: str, data: dict[str, Any]) -> None:
         if self.collector is None or "diptych" not in data:
             return
-        outcomes, usage, _, done = data["diptych"]
+        outcomes, usage, done = data["diptych"]
         self.collector.add(client_id, [LoadOutcome(**packed) for packed in outcomes], tuple(usage))
         if done:
             self.collector.finished.add(client_id)
@@ -322,7 +330,10 @@ class Swarm:
     # ---- end -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Prints progress; ends the run when every process has ended its part."""
+        """Prints progress; ends the run when every process has ended its part.
+
+        Where somebody stops the run, processes end their parts too: then `_on_stop` does the rest.
+        """
         collector = self.collector
         assert collector is not None
         began = self._began
@@ -330,6 +341,8 @@ class Swarm:
         last_line_s = 0.0
         while not self._all_done(collector) and time.monotonic() - began < limit_s:
             gevent.sleep(0.1)
+            if self._is_stopping:
+                return
             self._gather_own(collector)
             now_s = time.monotonic() - began
             if self._headless and now_s - last_line_s >= PROGRESS_EVERY_S:
@@ -350,12 +363,9 @@ class Swarm:
             gevent.sleep(ROUND_TRIP_EVERY_S)
             try:
                 connection = connection or HttpConnection(url, 10.0)
-                sent = connection.send("GET", "/health", b"", {})
-                arrived = [stamp for stamp, _ in connection.pieces()]
+                collector.client.path_s.append(connection.measure_round_trip("/health"))
             except (OSError, ProtocolError):
                 connection = None
-                continue
-            collector.client.path_s.append(arrived[0] - sent if arrived else 0.0)
 
     def _gather_own(self, collector: Collector) -> None:
         """Takes the outcomes of this process, if it offers load itself."""
@@ -382,10 +392,22 @@ class Swarm:
         else:
             runner.stop()
 
+    def _on_stopping(self, **_: Any) -> None:
+        self._is_stopping = True
+
     def _on_stop(self, **_: Any) -> None:
+        """Cuts what is under way; with a web page, writes the document when workers have stopped.
+
+        A headless master stops before its workers do, and hears from them until it is `quitting`.
+        """
         if self.run is not None:
             self.run.cut()
-        if not self._headless:
+        runner = self.environment.runner
+        if isinstance(runner, WorkerRunner):
+            # Locust's next report may be seconds away, and the master writes as soon as it hears
+            # that all workers have stopped.
+            runner._send_stats()
+        elif not self._headless:
             self._write()
 
     def _on_quitting(self, **_: Any) -> None:

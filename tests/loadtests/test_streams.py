@@ -6,6 +6,7 @@ import json
 import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -21,7 +22,12 @@ from diptych.loadtests.endpoint import (
 )
 from diptych.loadtests.errors import LoadError
 from diptych.loadtests.outcomes import LoadOutcome
-from diptych.loadtests.sse import EventDecoder, HttpResponseDecoder, ProtocolError
+from diptych.loadtests.sse import (
+    EventDecoder,
+    HttpConnection,
+    HttpResponseDecoder,
+    ProtocolError,
+)
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n"
 
@@ -163,6 +169,19 @@ def test_a_connection_that_the_server_gave_up_is_no_failure() -> None:
             one = LoadOutcome(f"{number}", 0, 0)
             assert client.chat(one, [{"role": "user", "content": "x"}], 2) == "ab"
             assert not one.error and len(one.gaps_s) == 1
+
+
+@pytest.mark.parametrize("body", [b"", b"{}"])
+def test_a_round_trip_is_measured_by_an_answer_without_a_body_too(body: bytes) -> None:
+    def answer(_: bytes) -> bytes:
+        time.sleep(0.05)
+        return b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+
+    with serving(answer, requests=2) as url:
+        connection = HttpConnection(url, 10.0)
+        for _ in range(2):
+            assert 0.05 <= connection.measure_round_trip("/health") < 5
+        connection.close()
 
 
 def test_failures_are_told_by_name() -> None:

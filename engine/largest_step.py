@@ -1,7 +1,8 @@
 """The largest steps that an engine's limits allow, run once to learn what memory a step takes.
 
 A pool that takes all that the weights leave would fail with the first long prompt. So the pool is
-sized, or checked, when these have run.
+sized, or checked, when these have run. What a step allocates grows with its rows, and hardly with
+the length of its sequences, whose KV is in the pool. So the sequences here are short.
 """
 
 from __future__ import annotations
@@ -19,31 +20,49 @@ SCRATCH_BLOCKS = 2  #: Of the pool that these steps need.
 
 
 def largest_steps(decoder: Decoder, limits: SchedulerLimits) -> list[Callable[[], None]]:
-    """Returns the largest step with a prompt, and the largest one of decode alone.
+    """Returns functions that run the largest step with a prompt, and the largest of decode alone.
 
-    Their graphs keep memory of their own on a GPU, so both count. `decoder` has a scratch pool.
+    Both count: on a GPU, decode alone runs as CUDA graphs, whose memory no other step can use.
+    `decoder` has a pool of `SCRATCH_BLOCKS` blocks.
     """
-    with_prompt = _step(limits, prompt_rows=limits.max_step_tokens)
-    decode_alone = _step(limits, prompt_rows=0)
-    return [lambda: _run(decoder, with_prompt), lambda: _run(decoder, decode_alone)]
-
-
-def _step(limits: SchedulerLimits, prompt_rows: int) -> StepRows:
-    """Returns the rows of `prompt_rows` ids of a prompt, and of each sequence that may run."""
     block = limits.block_tokens
+    decode_rows = [1] * limits.max_running
+    # While few sequences run, each may have rows for its drafts too.
+    draft_rows = [1 + limits.draft_tokens] * min(limits.draft_below, limits.max_running)
+    running_rows = max(decode_rows, draft_rows, key=sum)
+    # `max_step_tokens` limits the prompt's rows alone.
+    with_prompt = _step([limits.max_step_tokens, *running_rows], block)
+    decode_alone = _step(decode_rows, block)
+    return [
+        lambda: _run(decoder, with_prompt, 1 + sum(running_rows)),
+        lambda: _run(decoder, decode_alone, sum(decode_rows)),
+    ]
+
+
+def _step(row_counts: list[int], block_tokens: int) -> StepRows:
+    """Returns the rows of a step of new sequences, which have `row_counts` rows."""
     spans: list[RowSpan] = []
-    if prompt_rows:
-        blocks = [SCRATCH_BLOCK] * -(-prompt_rows // block)
-        spans.append(RowSpan(0, prompt_rows, 0, blocks, is_decode=False))
-    for index in range(limits.max_running):
-        row = prompt_rows + index
-        spans.append(RowSpan(row, 1, 0, [SCRATCH_BLOCK], is_decode=True))
-    positions = torch.cat([torch.arange(prompt_rows), torch.zeros(limits.max_running)]).long()
+    first_row = 0
+    for row_count in row_counts:
+        span = RowSpan(
+            first_row=first_row,
+            row_count=row_count,
+            first_position=0,
+            blocks=[SCRATCH_BLOCK] * -(-row_count // block_tokens),
+            is_decode=row_count == 1,
+        )
+        spans.append(span)
+        first_row += row_count
+    positions = torch.cat([torch.arange(row_count) for row_count in row_counts])
     slot_blocks = torch.full_like(positions, SCRATCH_BLOCK)
-    return StepRows(positions, slot_blocks, positions % block, spans)
+    return StepRows(positions, slot_blocks, positions % block_tokens, spans)
 
 
-def _run(decoder: Decoder, step: StepRows) -> None:
-    """Computes the step, and logits for each of its sequences."""
+def _run(decoder: Decoder, step: StepRows, logit_count: int) -> None:
+    """Computes the step, and the logits of its last `logit_count` rows.
+
+    Of a prompt that is its last row, of a running sequence each row.
+    """
     hidden = decoder.hidden(torch.zeros_like(step.positions), step)
-    decoder.logits(hidden, torch.tensor([span.first_row for span in step.spans]))
+    row_count = len(step.positions)
+    decoder.logits(hidden, torch.arange(row_count - logit_count, row_count))

@@ -26,7 +26,8 @@ import numpy as np
 from .layout import KVLayout
 from .transport import Spans
 
-PIECE_BYTES_MINIMUM = 256 << 10  #: Smaller writes cost more than their overlap wins.
+#: Of a piece (`piece_count` says of how much): smaller writes cost more than their overlap wins.
+PIECE_BYTES_MINIMUM = 256 << 10
 PIECE_LIMIT = 8  #: Pieces of a tile, at most: each one is a message, and a look at its checksums.
 ALL_PIECES = -1  #: In place of a piece's number.
 
@@ -167,8 +168,9 @@ class Lane:
 def piece_count(layout: KVLayout, ranks: int) -> int:
     """Returns how many equal pieces a tile is cut into: whole layer groups, and not too small.
 
-    `layout` and `ranks` are the sender's. All lanes of a ticket cut alike, so the size that counts
-    is that of a block over all ranks.
+    `layout` and `ranks` are the sender's, whose engine announces pieces before a peer, and so the
+    tile, is known. So what `PIECE_BYTES_MINIMUM` bounds is a piece of the sender's block, over all
+    of its ranks; the writes of one rank, or of a tile that is part of the block, are smaller.
     """
     groups = layout.layers // layout.group_layers
     limit = max(1, min(PIECE_LIMIT, layout.block_bytes * ranks // PIECE_BYTES_MINIMUM))
@@ -258,6 +260,6 @@ def _grains_per_unit(source: np.ndarray, target: np.ndarray) -> int:
 
 
 def _runs(offsets: np.ndarray) -> list[tuple[int, int]]:
-    """Returns the contiguous runs of ascending `offsets`, as (first, length)."""
+    """Returns the runs of `offsets` that ascend by one, in their order, as (first, length)."""
     breaks = np.flatnonzero(np.diff(offsets) != 1) + 1
     return [(int(part[0]), len(part)) for part in np.split(offsets, breaks)]

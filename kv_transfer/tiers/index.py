@@ -102,7 +102,8 @@ class TierIndex:
         self._in_memory: UseOrder = OrderedDict()
         self._not_on_disk: UseOrder = OrderedDict()  #: the part of `_in_memory` that disk lacks
         self._only_on_disk: UseOrder = OrderedDict()
-        self._promotions: UseOrder = OrderedDict()  #: the part of `_only_on_disk` that was used
+        #: the part of `_only_on_disk` that was used and waits for its way back to memory
+        self._promotions: UseOrder = OrderedDict()
         self._free_memory = deque(range(memory_slots))
         self._free_disk: deque[int] = deque()
 
@@ -301,7 +302,8 @@ class TierIndex:
 
     def _mark_used(self, content: bytes) -> None:
         """Makes this the latest use, in every order that has the block."""
-        for order in (self._in_memory, self._not_on_disk, self._only_on_disk):
+        orders = (self._in_memory, self._not_on_disk, self._only_on_disk, self._promotions)
+        for order in orders:
             if content in order:
                 order.move_to_end(content)
 

@@ -65,6 +65,14 @@ def test_a_block_that_is_used_from_disk_comes_back_to_memory() -> None:
     assert index.find_slots(A) == (0, 1)
 
 
+def test_the_block_that_was_used_last_comes_back_to_memory_first() -> None:
+    index = TierIndex(2)
+    index.attach_disk(2, [(A, 0), (B, 1)])
+    assert index.pin(A) and index.pin(B) and index.pin(A)
+    moves = [index.begin_move(writes=True) for _ in range(2)]
+    assert [move.content for move in moves] == [A, B]
+
+
 def test_a_promotion_takes_no_slot_whose_block_would_be_lost() -> None:
     index = TierIndex(1)
     index.attach_disk(1, [(A, 0)])

@@ -154,8 +154,19 @@ def test_each_rank_s_gpu_is_looked_at(checked, monkeypatch: pytest.MonkeyPatch) 
         checked(devices=2, tensor_parallel=2)
 
 
-def test_the_steps_that_are_tried_are_the_largest(small) -> None:
-    limits = SchedulerLimits(max_step_tokens=96, max_running=5)
+@pytest.mark.parametrize(
+    ("max_running", "draft_tokens", "running_rows"),
+    [
+        (5, 0, 5),
+        (5, 3, 5 * 4),
+        (40, 3, 40),  # drafts are made while at most `draft_below`, 8, sequences run
+        (20, 3, 8 * 4),
+    ],
+)
+def test_the_steps_that_are_tried_are_the_largest(
+    small, max_running: int, draft_tokens: int, running_rows: int
+) -> None:
+    limits = SchedulerLimits(max_step_tokens=96, max_running=max_running, draft_tokens=draft_tokens)
     owner = Engine(EngineOptions(small("llama"), "float32", 8 << 20, 256, limits=limits))
     decoder = owner._model.decoder
     rows: list[tuple[int, int]] = []
@@ -173,7 +184,7 @@ def test_the_steps_that_are_tried_are_the_largest(small) -> None:
     decoder.hidden, decoder.logits = watched_hidden, watched_logits
     for step in largest_steps(decoder, limits):
         step()
-    assert rows == [(96 + 5, 1 + 5), (5, 5)]
+    assert rows == [(96 + running_rows, 1 + running_rows), (max_running, max_running)]
 
 
 class SizingBackend(CpuBackend):

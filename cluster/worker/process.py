@@ -329,7 +329,11 @@ class WorkerProcess:
         return None
 
     async def _probe_transfer(self, peer: FrameConnection, frame: frames.ProbeTransfer) -> None:
-        """Answer `diptych doctor`: look at this host, or measure a transfer from `frame.peer`."""
+        """Answer `diptych doctor`: look at this host, or measure a transfer from `frame.peer`.
+
+        The look tells whether this worker can reach the memory of `frame.pids`, its
+        neighbours on the host.
+        """
         if frame.peer is None:
             environment = await asyncio.to_thread(self.core.environment, frame.pids)
             values = msgspec.to_builtins(environment)
@@ -379,7 +383,7 @@ class WorkerProcess:
             tick = ChangeTick(
                 router_informed=not self._reporter.must_join,
                 attempts_left=self.core.attempts,
-                open_tickets=self.core.open_tickets,
+                open_tickets=self.core.open_tickets,  # one for each KV transfer under way
             )
             self._handle(tick)
 

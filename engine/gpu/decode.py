@@ -99,7 +99,11 @@ class LaunchedStep:
         self._pending: PendingRows | None = None
 
     def draw(self, update: SlotUpdate, required_ids: np.ndarray | None = None) -> None:
-        """Launch the sampling. `required_ids`, if given, stand in for those of the rows."""
+        """Launch the sampling. `required_ids`, if given, stand in for those of the rows.
+
+        They are int64 [rows]: the id that a row must draw, as its budget of thinking is spent, or -1
+        where any id may come.
+        """
         self._pending = self._runner.draw(self._rows, self._host, update, required_ids)
 
     def read(self) -> DrawnRows:
@@ -153,7 +157,9 @@ class DecodeRunner:
 
         rows = bucket_size(limits.rows)
         blocks = -(-limits.max_model_len // limits.block_tokens)
-        self._tables = BlockTables(np.zeros((rows, blocks), np.int32), [[]] * rows, [0] * rows)
+        self._tables = BlockTables(
+            device_tables=np.zeros((rows, blocks), np.int32), lists=[[]] * rows, counts=[0] * rows
+        )
         vocab = decoder.spec.vocab
         self.slot_table = SlotTable(rows, vocab)  #: What sampling is told of the sequences.
 
@@ -217,7 +223,10 @@ class DecodeRunner:
         return PendingRows(len(rows), host, self._make_event(), self._ranks)
 
     def score_rows(self, logits: torch.Tensor, rows: DecodeRows) -> PendingScores:
-        """Launch the scoring of the rows' required ids, by logits [rows, vocab]; rank 0 alone."""
+        """Launch the scoring of the rows' required ids, by logits [rows, vocab]; rank 0 alone.
+
+        The rows have no slot: no id is counted, so the other ranks need not follow.
+        """
         packed = copy_to_device(torch.from_numpy(rows.packed), self.device)
         scored = SampledRows.allocate(len(rows), self.device)
         sample_rows(logits, packed, self._slots, scored)
@@ -297,7 +306,10 @@ class DecodeRunner:
             graph.replay()
 
     def _apply(self, update: SlotUpdate) -> None:
-        """Send an update of the slots to the device: one copy for all of it."""
+        """Send an update of the slots to the device: one copy for all of it.
+
+        The lists are of the ids that a request names, and the values are their biases.
+        """
         if not update:
             return
         arrays = [
@@ -404,6 +416,6 @@ class PendingScores:
         self._ranks = ranks
 
     def read(self) -> tuple[DrawnRows, list[int]]:
-        """Wait for the scores; return them with the ids' ranks."""
+        """Wait for the scores; return them with the ids' ranks by logit, 1 for the largest."""
         rows = self._rows.read()
         return rows, self._ranks.tolist()

@@ -215,7 +215,8 @@ def _is_llama_3_8b(spec: ModelSpec) -> bool:
 
 def _sampled_fields(sampling: Sampling, row: int) -> np.ndarray:
     """Return the fields of a row that is sampled so, with a seed of its own."""
-    return describe(Sequence((str(row), 0), [0], 1, replace_fields(sampling, seed=row)), 1).fields
+    # No id is named by these parameters, so none can be outside of the vocabulary.
+    return describe(_first_draw(replace_fields(sampling, seed=row)), vocab=1).fields
 
 
 def decode_section(
@@ -224,7 +225,10 @@ def decode_section(
     variant: DecodeVariant,
     cases: SequenceOf[tuple[int, int]],
 ) -> ProofSection:
-    """Time decode steps, beside their floors; those of Llama-3-8B in bf16 beside predictions."""
+    """Time decode steps, beside their floors; those of Llama-3-8B in bf16 beside predictions.
+
+    The predictions are for an H200, whatever this device is.
+    """
     rows = [["batch x context", "ms", "tokens/s", "floor ms", "of the floor", "predicted ms"]]
     for batch, context in cases:
         step_s = bench.steps(batch, context, STEPS)
@@ -255,7 +259,10 @@ def decode_section(
 def prefill_section(
     bench: DecodeBench, top: DeviceCeilings, prompts: SequenceOf[int]
 ) -> ProofSection:
-    """Time prompts in one chunk, beside the matmul rate; Llama-3-8B's beside predictions."""
+    """Time prompts in one chunk, beside the matmul rate; Llama-3-8B's beside predictions.
+
+    The predictions are for an H200, whatever this device is.
+    """
     spec = bench.decoder.spec
     rows = [["prompt", "ms", "tokens/s", "of the matmul rate", "predicted tokens/s"]]
     for tokens in prompts:
@@ -279,7 +286,7 @@ def prefill(decoder: Decoder, tokens: int) -> Callable[[], object]:
     token_ids = torch.randint(decoder.spec.vocab, (tokens,))
     blocks = list(range(1, 1 + -(-tokens // BLOCK_TOKENS)))
     step = _one_chunk(tokens, blocks)
-    token_ids, step = decoder.ops.place(token_ids, step)  # as the engine does once a step
+    token_ids, step = decoder.ops.place(token_ids, step)  # else each call of `hidden` would
     return lambda: decoder.logits(decoder.hidden(token_ids, step)[-1:])
 
 
@@ -636,7 +643,7 @@ def _published(row: int) -> Sampling:
 
 
 def _first_draw(sampling: Sampling) -> Sequence:
-    return Sequence(("proof", 0), [0], 1, sampling)
+    return Sequence(("proof", 0), [0], prompt_tokens=1, sampling=sampling)
 
 
 def attempt(title: str, make_section: SectionMaker) -> ProofSection:

@@ -95,7 +95,10 @@ def _check_block_type(block: Any, read_types: tuple[str, ...]) -> Any:
 
 
 def _block_branch(block: dict[str, Any]) -> str:
-    """Return the tag of the model that reads a block; `_check_block_type` has seen its type."""
+    """Return the tag of the model that reads a block; `_check_block_type` has seen its type.
+
+    Tags begin with `schema.BRANCH_MARK`, so that the paths of errors leave them out.
+    """
     return f"#{block['type']}"
 
 
@@ -247,13 +250,14 @@ class CountTokensRequest(ApiBody):
         """
         mode = self.thinking.type if self.thinking else "disabled"
         has_budget = self._budget(tokenizer) is not None
-        thinks = tokenizer.reasoning_format is not NO_REASONING
+        # Wider than `thinks`, which demands a tag that is one token: Harmony's reasoning has none.
+        has_reasoning = tokenizer.reasoning_format is not NO_REASONING
         if self.is_strict and mode == "enabled" and not has_budget:
             message = 'thinking: a budget cannot be kept to; use {"type": "adaptive"}'
             raise ApiError("invalid_request", message, "thinking")
-        if self.is_strict and mode == "adaptive" and not thinks:
+        if self.is_strict and mode == "adaptive" and not has_reasoning:
             raise ApiError("invalid_request", "thinking: this model does not think", "thinking")
-        if mode != "disabled" and not thinks:
+        if mode != "disabled" and not has_reasoning:
             self.ignored_fields.add_documented("", "thinking")
         elif mode == "enabled" and not has_budget:
             self.ignored_fields.add_documented("thinking", "budget_tokens")
@@ -406,6 +410,7 @@ class MessageShape:
 
     @property
     def output(self) -> Output:
+        """How text is made of the answer's tokens: stop strings, and the special tokens shown."""
         return self._chat.output(self._markers)
 
     def begin(self) -> list[JsonObject]:
@@ -420,7 +425,11 @@ class MessageShape:
         return [{"type": "message_start", "message": message}]
 
     def plain(self, index: int, text: str) -> JsonObject | None:
-        """Return None: blocks open and close between deltas, so `delta` makes all events."""
+        """Return None: `delta` makes the events of plain text too.
+
+        APIs whose event for text of answer `index` is always the same but for that text return it
+        here, to be encoded only once. Here blocks open and close between the deltas.
+        """
         return None
 
     def delta(self, delta: TextDelta) -> list[JsonObject]:

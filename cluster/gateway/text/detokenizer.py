@@ -10,8 +10,9 @@ import codecs
 
 from tokenizers import Tokenizer
 
-#: As many ids at most wait for the rest of a character. A character has four bytes at most, and a
-#: token has one at least: what is longer is no beginning of a character, but text that is broken.
+#: So many held ids come out even if their text ends inside a character; fewer wait for the rest. A
+#: token may be a single byte, and a character has at most four: so the three bytes of a character
+#: that broke off may wait together with the four of a whole one behind it.
 INCOMPLETE_IDS_MAX = 8
 REPLACEMENT_CHARACTER = "\ufffd"  #: What libraries decode bytes to that are no whole character.
 
@@ -27,7 +28,8 @@ class PieceDetokenizer:
     def __init__(self, pieces: list[str | bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        #: True while the last token's bytes begin a character that is not complete.
+        #: True while the last token's bytes begin a character that is not complete. What they hold
+        #: in front of it has come out, so a part of the token's text may be out, and a part not.
         self.inside_character = False
 
     def feed(self, token_ids: list[int]) -> str:
@@ -64,7 +66,8 @@ class LibraryDetokenizer:
     context. `hidden_ids` are special tokens that are no text.
     """
 
-    #: As of `PieceDetokenizer`. A token's text comes out whole or not at all here.
+    #: As of `PieceDetokenizer`, but never True, even while ids are held back: the text of a token
+    #: comes out whole or not at all here.
     inside_character = False
 
     def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int]) -> None:

@@ -117,7 +117,7 @@ def test_serve_without_vllm_says_how_to_get_it(
     assert engine_environment.find_python() is None
 
 
-def test_only_what_vllm_pins_otherwise_is_relaxed() -> None:
+def test_workers_need_what_diptychs_package_demands_without_extras() -> None:
     requirements = engine_environment.worker_requirements()
     assert "llguidance>=1.7" in requirements
     assert any(one.startswith("ray[") and "==" in one for one in requirements)

@@ -136,7 +136,10 @@ def _write_json_string(reader: AnswerReader) -> Reading[bool]:
 
 
 def _write_bare(reader: AnswerReader) -> Reading[None]:
-    """Write a key or a scalar, once its end is there; as it is, if the answer ends first."""
+    """Write a key or a scalar, once its end is there; as it is, if the answer ends first.
+
+    Answers have constants and numbers of JSON or of Python. Any other scalar becomes a string.
+    """
     while True:
         found = _BARE.match(reader.buffer)
         end = found.end() if found else 0

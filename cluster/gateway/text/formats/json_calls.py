@@ -39,7 +39,8 @@ class ToolCall(NamedTuple):
     """A function that the model calls."""
 
     name: str
-    arguments: str  #: The JSON text of an object; of a call that was cut, the beginning of it.
+    #: The JSON text of an object; of a call that was cut, as much of it as there is, maybe nothing.
+    arguments: str
     is_cut: bool = False  #: True if the answer ended inside of the call.
 
 
@@ -89,9 +90,10 @@ def _known_name(beginning: re.Match[str], function_names: Collection[str]) -> st
 
 
 def read_cut_call(text: str, function_names: Collection[str]) -> ToolCall | None:
-    """Read a call whose end is missing.
+    """Read a call whose end is missing; its arguments are all that stands where they belong.
 
-    Returns None if the arguments have not begun, or if the function is not in `function_names`.
+    They are empty if the text ends with the colon in front of them. Returns None if that colon is
+    missing too, or if the function is not in `function_names`.
     """
     beginning = CALL_BEGINNING.match(text)
     if beginning is None:
@@ -161,7 +163,8 @@ def read_hermes(reader: AnswerReader) -> Reading[None]:
 def _read_block(reader: AnswerReader) -> Reading[None]:
     """Read up to `</tool_call>`: calls that are announced, and what is behind them.
 
-    That may be one more call, held until here. Any other text is content.
+    That may be one more call, held until here. Any other text is content; mostly there is none, and
+    `add_unread` leaves white space out.
     """
     has_call = False
     while (yield from _wait_for_beginning(reader, _HERMES_CLOSING)):

@@ -7,7 +7,8 @@ means the same wherever it comes from. An order passes through these steps:
 2. `orders.py` says why it may not be carried out, if so; then nothing changes.
 3. With `dry_run` it ends here and returns what it would do.
 4. The replica counts go to Serve (or KubeRay), or a role goes to each worker.
-5. It is counted in the metrics and appended to the feed of actions.
+5. It is appended to the feed of actions. A pool's new size and a worker's other role are also
+   counted in the metrics; a drain is not.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Operations:
         self, config: ClusterConfig, plane: Plane, pool_scaler: PoolScaler, tally: ControlTally
     ) -> None:
         self.config = config
-        #: The connections to the router and to all workers.
+        #: The connections to the router and to all workers, and the `WorkerCard` of each worker, in
+        #: which it says its role, its room and its speed.
         self.plane = plane
         self.pool_scaler = pool_scaler
         #: The newest actions for the live feed, oldest first; each has a growing `number`.
@@ -77,7 +79,7 @@ class Operations:
         reasons = self._health.reasons(
             workers,
             serve_answers=self._serve_answers,
-            memory_bytes=available_memory(),
+            memory_bytes=available_memory(),  # of Control's host: other hosts do not say theirs
             now=time.monotonic(),
         )
         summary = summarize(self.config, pools, router, workers, reasons=reasons)
@@ -163,7 +165,9 @@ class Operations:
             refusal = orders.scale_refusal(self.config, counts)
             if refusal:
                 raise ApiError("invalid_request", refusal)
-            pools = await self.pool_scaler.observe()
+            pools = await self._observe_pools()
+            if not self._serve_answers:  # `pools` is an earlier answer, which may not hold any more
+                raise ApiError("no_capacity", "Serve does not answer: nothing is changed")
             targets = {name: pool.target for name, pool in pools.items()}
             changes = orders.planned_changes(targets, counts)
             sentence = ", ".join(str(change) for change in changes)

@@ -1,4 +1,4 @@
-"""`Operations.drain` and its like, with workers that answer as real ones do."""
+"""Orders of `Operations`, with workers that answer as real ones do."""
 
 from __future__ import annotations
 
@@ -62,3 +62,39 @@ def test_who_leaves_a_pool_needs_no_draining() -> None:
     assert drain(workers, "decode", undo=True)["replicas"] == ["decode/x"]
     with pytest.raises(ApiError, match="decode/y: it is leaving"):
         drain(workers, "decode/y")
+
+
+class ServeAway:
+    """A `PoolScaler` while Serve's controller is away: calls fail, or hang."""
+
+    def __init__(self, *, hangs: bool) -> None:
+        self.hangs = hangs
+
+    async def observe(self) -> dict[str, Any]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        raise RuntimeError("the actor died")
+
+    async def resize(self, counts: dict[str, int]) -> None:
+        raise AssertionError("nothing is known of the pools")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_scale_is_refused_while_serve_is_away(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diptych.cluster.control.operations.SERVE_TIMEOUT_S", 0.01)
+    workers = Workers(prefill_a="ready", decode_x="ready")
+
+    async def run() -> dict[str, Any]:
+        operations = Operations(
+            ClusterConfig(),
+            plane=workers,  # type: ignore[arg-type]
+            pool_scaler=ServeAway(hangs=hangs),
+            tally=ControlTally(),
+        )
+        with pytest.raises(ApiError, match="Serve does not answer") as refused:
+            await asyncio.wait_for(operations.scale({"decode": 1}, dry_run=False), 5.0)
+        assert refused.value.reason == "no_capacity"
+        # Other orders go on: the lock is free.
+        return await operations.drain("decode/x", force=True, hand_over=True, dry_run=True)
+
+    assert asyncio.run(run())["replicas"] == ["decode/x"]

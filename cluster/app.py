@@ -43,8 +43,9 @@ SHUTDOWN_OPTIONS: dict[str, Any] = {
 ACTOR_CPUS = 0.01
 #: Options of an actor that may run on any node.
 ANY_NODE: dict[str, Any] = {"num_cpus": ACTOR_CPUS}
-#: Options of an actor that runs on the node of Ray's head, where the URLs lead, if the Serve config
-#: says nothing else. That node may offer no cores, so all that is asked of it is a bit of the
+#: Options of an actor that runs on the node of Ray's head, if the Serve config says nothing else. The
+#: URLs of gateway and Control lead to that node, and a model's router stays there while nodes with
+#: workers come and go. The node may offer no cores, so all that is asked of it is a bit of the
 #: resource that Ray gives to the head alone.
 HEAD_NODE: dict[str, Any] = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
 #: How many requests Serve lets run in one replica; the limit that counts is the router's queue.
@@ -52,7 +53,7 @@ ONGOING_REQUESTS_LIMIT = 4096
 
 
 def front_application(args: dict[str, Any]) -> serve.Application:
-    """Return the builder of the application in front: gateways and Control.
+    """Return the application in front: gateways and Control.
 
     A Serve config file names it: `import_path: diptych.cluster.app:front_application`. `args` is
     the configuration tree of `config.py`; its sections of single models are not read. Raises
@@ -69,7 +70,7 @@ def front_application(args: dict[str, Any]) -> serve.Application:
 
 
 def model_application(args: dict[str, Any]) -> serve.Application:
-    """Return the builder of one model's application: its router and its workers.
+    """Return one model's application: its router and its workers.
 
     A Serve config file names it: `import_path: diptych.cluster.app:model_application`. Its
     `route_prefix` must be null, as the front application takes all calls. `args` is the

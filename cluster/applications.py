@@ -39,7 +39,9 @@ class ModelApplication:
 
     name: str
     args: dict[str, Any]  #: The configuration by which the model is served, without the secret.
-    #: True: no gateway takes requests for the model any more, and it is deleted soon.
+    #: True: no gateway takes requests for the model any more, and it is deleted soon. Equality leaves
+    #: this out: where applications differ, `ModelWatch` takes the model away and adds it anew, which
+    #: Control must not do when a model is only marked.
     leaving: bool = field(default=False, compare=False)
 
     def config(self, front: ClusterConfig) -> ClusterConfig:
@@ -80,11 +82,14 @@ async def serve_details() -> dict[str, Any]:
 
 
 def serve_controller() -> Any:
-    """Return the actor handle of Serve's controller in this Ray cluster."""
+    """Return the actor handle of Serve's controller in this Ray cluster.
+
+    Raises RayServeException if Serve does not run.
+    """
     from ray.serve.context import _get_global_client
 
     client = _get_global_client()
-    assert client, "no Serve on this Ray cluster"
+    assert client is not None  # for the type checker: without Serve the call has raised
     return client._controller
 
 

@@ -74,7 +74,7 @@ def engine(
     measures_decode = options["batches"] and options["contexts"]
     if not measures_decode and not options["prompts"]:
         fail("nothing to measure: give --batch and --context, or --prompt", 2)
-    interrupt_on(signal.SIGINT)
+    interrupt_on(signal.SIGINT)  # else a script's background job would ignore it
     result = _measure_engine(model, options)
     typer.echo(json.dumps(result, indent=2) if output == "json" else _table(result))
 
@@ -178,6 +178,7 @@ def _table(result: dict[str, Any]) -> str:
     ]
     columns: tuple[str, ...] = TIME_COLUMNS + RATE_COLUMNS
     if peer:
+        # Libraries that vLLM recommends and that are not installed (`engine/bench/peer.py`).
         missing = f", without {' and '.join(peer['missing'])}" if peer.get("missing") else ""
         lines.append(f"against {peer['name']}{missing}, {result['options']['rounds']} rounds")
         columns = TIME_COLUMNS + PEER_COLUMNS + RATE_COLUMNS

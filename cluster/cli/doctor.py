@@ -63,7 +63,8 @@ def doctor(
 def _examine_cluster(admin_client: AdminClient, mib: int, model: str) -> dict[str, Any]:
     """Return Control's report on a model's workers; its progress goes to stderr.
 
-    An empty `model` is the first one. Raises one of `NO_ANSWER`.
+    The report's `scope` says which pairs of workers were measured: all of them, or where there are
+    many some from prefill to decode. An empty `model` is the first one. Raises one of `NO_ANSWER`.
     """
     url = f"{admin_client.url}/admin/v1/doctor"
     with httpx.stream(

@@ -83,6 +83,7 @@ class LoadClient:
         an answer with the error `UNFINISHED`.
         """
         self._count += 1
+        # `arrival_s` is not used here: a `MeasuredAnswer` counts from when the request was sent.
         outcome = LoadOutcome(id=f"live-{self._count}", arrival_s=0.0, sent_s=self.now_s)
         text = ""
         try:
@@ -178,7 +179,7 @@ def main() -> None:
     """Offer the task that stdin holds, and write its report to stdout."""
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=ClientTask)
     try:
-        facts = probe_endpoint(task.url, seed=task.load.seed)
+        facts = probe_endpoint(task.url)
         warm_up(facts, task)
         report = offer(facts, task)
     except LoadError as error:

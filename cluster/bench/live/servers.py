@@ -66,7 +66,11 @@ def diptych_server(
 
 
 def _cluster_statistics(admin_url: str) -> dict[str, Any]:
-    """Return the request counts and goodput that the cluster counted; empty without an answer."""
+    """Return what the cluster counted; empty without an answer.
+
+    These are the requests, the goodput, and as `recent` percentiles of the last requests' latencies
+    (`recent_percentiles` of cluster/router_service.py).
+    """
     try:
         answer = httpx.get(f"{admin_url}/admin/v1/cluster", timeout=REQUEST_TIMEOUT_S)
         status = answer.raise_for_status().json()

@@ -87,6 +87,8 @@ def logprobs_object(
 
     content = [
         {
+            # Only tokens that the client sent itself (`resume_token_ids`) have no logprob. Their
+            # chunks are made for the parser's sake, and dropped unless a stop string held them back.
             **entry(token.id, token.logprob or 0.0),
             "top_logprobs": [entry(token_id, logprob) for token_id, logprob in token.top],
         }
@@ -173,7 +175,8 @@ class ChatShape:
         message_deltas = self._message_deltas(delta)
         finish_reason = self._finish_reason(delta)
         if not message_deltas and delta.tokens and (logprobs or self._body.return_token_ids):
-            # The tokens' text is held back. Without a parser the chunk says that it is empty.
+            # The tokens' text is held back. Without a parser it will be content; a parser may make
+            # reasoning or a call of it.
             message_deltas = [{"content": ""}] if self._parsers is None else [{}]
         if not message_deltas and finish_reason:
             message_deltas = [{}]  # the end needs a chunk, though there is no more text
@@ -248,6 +251,7 @@ class ChatShape:
         parts = parser.feed(delta.text)
         if delta.finish_reason:
             parts += parser.end(is_cut=delta.is_cut)
+            # `CallFlaw`s are counted for all of the model's answers, for the gateway's metrics.
             self._tokenizer.call_flaws.update(parser.flaws)
         has_ended = delta.finish_reason is not None
         self._reasoning_counters[delta.index].feed(delta.tokens, parts, has_ended=has_ended)

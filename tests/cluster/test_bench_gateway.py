@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import shutil
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from diptych.cluster.bench.gateway import prompts
-from diptych.cluster.bench.gateway.cluster import countable_token_ids
+from diptych.cluster.bench.gateway.cluster import BenchError, countable_token_ids
 from diptych.cluster.bench.gateway.measure import (
     ClientLoad,
     GatewayMeasurement,
@@ -19,6 +23,11 @@ from diptych.cluster.bench.gateway.measure import (
     row,
 )
 from diptych.cluster.bench.gateway.source import TokenSource
+from diptych.cluster.bench.gateway.whole_requests import (
+    MeasuredServer,
+    RequestLoad,
+    measure_requests,
+)
 from diptych.cluster.cli import app
 from diptych.cluster.cli.bench_gateway import table
 from diptych.cluster.config import ClusterConfig
@@ -31,6 +40,23 @@ from diptych.protos.handshake import PeerIdentity
 from typer.testing import CliRunner
 
 IDS = [7, 8, 9]
+
+
+@contextlib.contextmanager
+def a_server(answer: Callable[..., Awaitable[None]]) -> Iterator[int]:
+    """A server on a thread of its own; gives its port."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    starting = asyncio.run_coroutine_threadsafe(asyncio.start_server(answer, "127.0.0.1", 0), loop)
+    server = starting.result(10)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        loop.call_soon_threadsafe(server.close)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 async def joined(home: str) -> tuple[TokenSource, f.WorkerCard]:
@@ -127,7 +153,17 @@ def test_the_table_names_what_was_not_measured() -> None:
     assert "900 prompts/s of 2048 tokens, fresh" in said
 
 
-@pytest.mark.parametrize("wrong", [["--proxy", "nginx"], ["--streams", "0"], ["-o", "xml"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--proxy", "nginx"],
+        ["--streams", "0"],
+        ["-o", "xml"],
+        ["--against", "dynamo"],
+        ["--requests", "--against", "sglang"],
+        ["--requests", "--against", "dynamo", "--dynamo-python", "/no/python"],
+    ],
+)
 def test_wrong_options_are_refused(wrong: list[str]) -> None:
     assert CliRunner().invoke(app, ["bench", "gateway", *wrong]).exit_code == 2
 
@@ -144,3 +180,71 @@ def test_a_gateway_without_keys_answers_the_clients() -> None:
     head = request(ClientLoad(2, 4)).partition(b"\r\n\r\n")[0].decode()
     host = next(line[6:] for line in head.split("\r\n") if line.startswith("Host: "))
     BrowserPolicy(ClusterConfig().gateway).check(host, None)
+
+
+async def test_a_prefill_source_ends_an_answer_of_one_token() -> None:
+    _, card = await joined("prefill")
+    peer = await dial(card.address, PeerIdentity("g", "gateway", "s"), f.FramesFromWorker, "w")
+    reasons = {}
+    for name, max_tokens in (("only", 1), ("first", 2)):
+        peer.send(f.StartPrefill((name, 0), 1, [1], f.Sampling(max_tokens), "decode/1"))
+    async with asyncio.timeout(10):
+        while len(reasons) < 2:
+            frame = await peer.receive()
+            if isinstance(frame, f.EngineStepTokens):
+                for tokens in frame.answers:
+                    reasons[tokens.attempt_key[0]] = tokens.finish_reason
+    assert reasons == {"only": "length", "first": None}
+    peer.abort()
+
+
+def test_whole_requests_are_counted_whole_and_a_refusal_is_an_error() -> None:
+    """A server that answers in pieces; the second load is refused."""
+    tokenizer = ChatTokenizer(CHECKPOINT)
+    load = RequestLoad("short", clients=3, requests=7, prompt_tokens=128, max_tokens=1)
+    bodies: list[dict[str, Any]] = []
+    refuses = False
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
+                bodies.append(json.loads(await reader.readexactly(length)))
+                if refuses:
+                    writer.write(b"HTTP/1.1 503 Busy\r\ncontent-length: 3\r\n\r\nno!")
+                    return
+                event = b'data: {"choices":[{"text":" a"}]}\n\n'
+                reply = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+                reply += b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
+                for at in range(0, len(reply), 11):
+                    writer.write(reply[at : at + 11])
+                    await writer.drain()
+
+    with a_server(answer) as port:
+        server = MeasuredServer("s", port, "m", lambda: {"all": [os.getpid()]})
+        measured = measure_requests(server, load, tokenizer, seed=1)
+        assert len(bodies) == 7
+        assert {body["model"] for body in bodies} == {"m"}
+        assert len({body["prompt"] for body in bodies}) == 7
+        assert len(tokenizer.encode(bodies[0]["prompt"], add_special_tokens=False)) == 128
+        assert measured["load"] == "short" and measured["requests_s"] > 0
+        refuses = True
+        with pytest.raises(BenchError, match=r"HTTP/1\.1 503 Busy: no!"):
+            measure_requests(server, load, tokenizer, seed=2)
+
+
+def test_the_table_of_requests_has_medians_and_the_ratio_of_rounds() -> None:
+    common = {"proxy": "none", "load": "short", "prompt_tokens": 128, "max_tokens": 1}
+    common |= {"requests_s": 500, "ttft_ms_p50": 20.0, "ttft_ms_p99": 30.0}
+    rows = [
+        {**common, "server": server, "cpu_us": cpu_us}
+        for server, cpu_us in (
+            ("diptych", 300.0),
+            ("dynamo", 100.0),
+            ("diptych", 500.0),
+            ("dynamo", 250.0),
+        )
+    ]
+    text = table({"rows": [], "missing": {}, "prompts": [], "requests": rows})
+    assert "400 us" in text and "175 us" in text and "2.50 (2.00 to 3.00)" in text

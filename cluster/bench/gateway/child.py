@@ -1,8 +1,9 @@
 """One cluster's measurements in a process of their own: `python -m ...child OPTIONS_JSON`.
 
 The options are those that `run.py` passes: `proxy`, `model` (a folder), `streams` (a list of
-numbers), `seconds` of a paced load, `slow` (whether slow clients are measured). The workers of the
-cluster compute nothing: they send tokens at the pace that a load asks for. So what is measured is
+numbers), `seconds` of a paced load, `slow` (whether slow clients are measured), `rounds` of whole
+requests (0: tokens are measured instead) and `dynamo` (the Python that has Dynamo, to be measured
+beside whole requests, or null). The workers of the cluster compute nothing: they send tokens at the pace that a load asks for. So what is measured is
 the gateway and the proxy before it. Rows go to stderr as they are made. The last line of stdout is
 a JSON object with all of them, or with an `error`.
 """
@@ -12,13 +13,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from .cluster import BenchError, MeasuredCluster, run_cluster
+from ...gateway.text.tokenizer import ChatTokenizer
+from .cluster import MODEL_NAME, BenchError, MeasuredCluster, run_cluster
+from .dynamo import run_dynamo
 from .measure import ClientLoad, GatewayMeasurement, build, flat_load, measure, paced_load, row
+from .usage import descendants, pin
+from .whole_requests import LOADS, WARM_UP_REQUESTS, MeasuredServer, measure_requests
 
 #: Tokens a second of each stream where slow clients are measured: 1,200 streams of it do not fill
 #: two cores, so what is seen is the slow clients' effect, not the load's.
@@ -40,10 +46,13 @@ def main() -> None:
             tempfile.TemporaryDirectory(prefix="diptych-bench-") as folder,
             run_cluster(options["proxy"], Path(options["model"])) as cluster,
         ):
-            client = build(Path(folder))
-            result = measure_loads(cluster, client, options)
-            if options["slow"]:
-                result |= measure_slow_clients(cluster, client)
+            if options["rounds"]:
+                result = measure_whole_requests(cluster, options)
+            else:
+                client = build(Path(folder))
+                result = measure_loads(cluster, client, options)
+                if options["slow"]:
+                    result |= measure_slow_clients(cluster, client)
     except BenchError as error:
         result = {"error": str(error)}
     except Exception as error:  # Ray's own, of many types
@@ -72,6 +81,49 @@ def _warm_up(cluster: MeasuredCluster, client: Path) -> None:
     """Send requests whose measurement is of no use: the first ones import and connect."""
     with contextlib.suppress(BenchError):
         measure(cluster, WARM_UP, client)
+
+
+def measure_whole_requests(cluster: MeasuredCluster, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a row for each round, load and server; servers take turns within a round."""
+    model = Path(options["model"])
+    tokenizer = ChatTokenizer(model)
+    processes = cluster.processes
+
+    def own_pids() -> dict[str, list[int]]:
+        return {part: processes.pids(part) for part in ("gateway", "router")}
+
+    servers = [MeasuredServer("diptych", cluster.port, MODEL_NAME, own_pids)]
+    with contextlib.ExitStack() as stack:
+        if options["dynamo"]:
+            dynamo = stack.enter_context(run_dynamo(Path(options["dynamo"]), model))
+            servers.append(dynamo.server())
+        rows = []
+        for server in servers:
+            measure_requests(server, WARM_UP_REQUESTS, tokenizer, seed=0)
+        _pin_servers(servers)
+        for round_number in range(1, options["rounds"] + 1):
+            for load in LOADS:
+                for server in servers:
+                    seed = round_number  # each server gets the same prompts
+                    measured_row = measure_requests(server, load, tokenizer, seed)
+                    measured_row |= {"round": round_number, "proxy": options["proxy"]}
+                    print(json.dumps(measured_row), file=sys.stderr)
+                    rows.append(measured_row)
+    return {"rows": [], "requests": rows}
+
+
+def _pin_servers(servers: list[MeasuredServer]) -> None:
+    """Give the servers a core of their own, and all other processes of the bench the other cores.
+
+    The processes of a server are known once it has answered. On one core nothing is pinned.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        return
+    *other_cores, server_core = cores
+    pin([os.getpid(), *descendants()], set(other_cores))
+    for server in servers:
+        server.pin({server_core})
 
 
 def measure_slow_clients(cluster: MeasuredCluster, client: Path) -> dict[str, Any]:

@@ -38,16 +38,20 @@ class GatewayBenchOptions:
     seconds: float = 10.0
     #: Whether slow clients are measured too.
     slow: bool = False
+    #: Rounds of whole requests, which are measured instead of tokens; 0: tokens are measured.
+    rounds: int = 0
+    #: The Python that has Dynamo, whose front end is measured beside whole requests; None: no peer.
+    dynamo: Path | None = None
 
 
 def run(options: GatewayBenchOptions, report_progress: Callable[[str], None]) -> dict[str, Any]:
     """Return the result of `diptych bench gateway`, which is printed as JSON.
 
     `rows` are those of all proxies, `prompts` those of preparing prompts, `slow` has the runs with
-    slow clients by proxy. `report_progress` gets a line now and then. A proxy with which nothing
+    slow clients by proxy, `requests` the rows of whole requests. `report_progress` gets a line now and then. A proxy with which nothing
     could be measured is in `missing`, with the reason.
     """
-    result: dict[str, Any] = {"rows": [], "missing": {}, "cores": os.cpu_count()}
+    result: dict[str, Any] = {"rows": [], "prompts": [], "missing": {}, "cores": os.cpu_count()}
     for proxy in options.proxies:
         report_progress(f"proxy {proxy}: starting a cluster")
         try:
@@ -58,8 +62,11 @@ def run(options: GatewayBenchOptions, report_progress: Callable[[str], None]) ->
         result["rows"] += measured["rows"]
         if "slow" in measured:
             result.setdefault("slow", {})[proxy] = measured["slow"]
-    report_progress("prompts")
-    result["prompts"] = prompts.measure(options.model)
+        if "requests" in measured:
+            result.setdefault("requests", []).extend(measured["requests"])
+    if not options.rounds:
+        report_progress("prompts")
+        result["prompts"] = prompts.measure(options.model)
     return result
 
 
@@ -73,6 +80,8 @@ def _measure_in_child(
         "streams": options.streams,
         "seconds": options.seconds,
         "slow": options.slow,
+        "rounds": options.rounds,
+        "dynamo": options.dynamo and str(options.dynamo),
     }
     command = [sys.executable, "-m", f"{__package__}.child", json.dumps(child_options)]
     with subprocess.Popen(

@@ -4,8 +4,7 @@ A request's seed is its pace: tokens a second of each stream. All streams of a p
 tokens in one step, as from one engine. Pace 0 is flat out, as fast as the gateway reads. Streams of
 pace 0 begin together, once no further stream (of any pace) has come for `QUIET_S`; one that comes
 while they run joins at once. As in a real cluster, a stream's first token comes from the prefill
-worker. A source of the prefill pool ends no answer: it relies on the bench's clients, which ask for
-more than one token and resume no answer.
+worker, which ends an answer of one token.
 """
 
 from __future__ import annotations
@@ -105,10 +104,11 @@ class TokenSource:
 
     def _handle(self, peer: FrameConnection, frame: frames.FramesToWorker) -> None:
         match frame:
-            case frames.StartPrefill(key, resumed_tokens=resumed_tokens):
-                # The decode worker ends the answer: this token carries no reason to finish.
+            case frames.StartPrefill(key, sampling=sampling, resumed_tokens=resumed_tokens):
                 first_token = frames.Token(self._token_ids[0])
-                tokens = frames.AnswerTokens(key, resumed_tokens, [first_token])
+                is_last = resumed_tokens + 1 >= sampling.max_tokens
+                finish_reason = "length" if is_last else None
+                tokens = frames.AnswerTokens(key, resumed_tokens, [first_token], finish_reason)
                 peer.send(frames.EngineStepTokens([tokens]))
             case frames.StartDecode():
                 self._start_stream(peer, frame)
@@ -128,12 +128,15 @@ class TokenSource:
     def _start_stream(self, peer: FrameConnection, frame: frames.StartDecode) -> None:
         loop = asyncio.get_running_loop()
         pace = frame.sampling.seed or 0
+        answer_tokens = frame.resumed_tokens + (1 if frame.prefill_worker else 0)
+        if answer_tokens >= frame.sampling.max_tokens:
+            return  # the prefill worker ends this answer
         self._last_stream_at = loop.time()
         self._streams[frame.attempt_key] = TokenStream(
             peer=peer,
             pace=pace,
             max_tokens=frame.sampling.max_tokens,
-            answer_tokens=frame.resumed_tokens + (1 if frame.prefill_worker else 0),
+            answer_tokens=answer_tokens,
         )
         if pace not in self._steps:
             self._steps[pace] = loop.create_task(self._run_steps(pace))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 #: By part of the cluster: what the titles of its processes contain. Serve has two proxies: its own
@@ -33,16 +35,19 @@ class Processes:
         """
         cpu_s = dict.fromkeys((*TITLES, REST), 0.0)
         for pid in descendants():
-            cpu_s[_part_of(pid)] += _cpu_s_of(pid)
+            cpu_s[_part_of(pid)] += cpu_s_of(pid)
         return cpu_s
+
+    def pids(self, part: str) -> list[int]:
+        """Return the ids of a part's processes."""
+        return [pid for pid in descendants() if _part_of(pid) == part]
 
     def rss_mib(self, part: str) -> float:
         """Return the resident memory of a part in MiB."""
         pages = 0
-        for pid in descendants():
-            if _part_of(pid) == part:
-                fields = _read(pid, "statm").split()
-                pages += int(fields[1]) if fields else 0
+        for pid in self.pids(part):
+            fields = _read(pid, "statm").split()
+            pages += int(fields[1]) if fields else 0
         return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
@@ -64,6 +69,14 @@ def descendants() -> list[int]:
     return found
 
 
+def pin(pids: Iterable[int], cores: set[int]) -> None:
+    """Let all threads of these processes run on these cores only; later threads inherit that."""
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            with contextlib.suppress(OSError):  # the thread has ended
+                os.sched_setaffinity(int(task.name), cores)
+
+
 def _part_of(pid: int) -> str:
     """Return a key of `TITLES`, or `REST`; Ray sets the title of each replica's process."""
     title = _read(pid, "cmdline")
@@ -73,7 +86,7 @@ def _part_of(pid: int) -> str:
     return REST
 
 
-def _cpu_s_of(pid: int) -> float:
+def cpu_s_of(pid: int) -> float:
     """Return the CPU seconds of all threads, ended ones too, in steps of 10 ms."""
     fields = _stat_fields(pid)
     if not fields:

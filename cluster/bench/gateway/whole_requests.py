@@ -1,0 +1,192 @@
+"""Whole requests: what each costs a server from its arrival to its last byte.
+
+A client of this process sends requests one after the other on each of its connections. The prompts
+differ, so that nothing is cached, and have a known number of tokens. The same bodies go to every
+server that is measured, but for the model's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...gateway.text.tokenizer import ChatTokenizer
+from .cluster import HOST, BenchError, countable_token_ids
+from .usage import cpu_s_of, pin
+
+#: Tokens a second of a token source, where an answer has more than the first: a step each ms.
+SOURCE_PACE = 1000
+END_OF_HEAD = b"\r\n\r\n"
+END_OF_EVENT = b"\n\n"
+END_OF_BODY = b"0\r\n\r\n"  #: The last chunk of a chunked body, which is empty.
+REQUEST_LIMIT_S = 60.0  #: From a request until its last byte.
+ERROR_CHARACTERS_LIMIT = 300
+#: More characters than an answer of the bench has: the client's buffer never holds up a server.
+BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLoad:
+    """A number of requests of one kind."""
+
+    name: str  #: In the result.
+    clients: int  #: Connections, each of which has one request at a time.
+    requests: int  #: In all.
+    prompt_tokens: int
+    max_tokens: int  #: Of each answer, which has exactly so many.
+
+
+#: The kinds that are measured: many short prompts, and long ones.
+LOADS = (
+    RequestLoad("short", clients=64, requests=3000, prompt_tokens=128, max_tokens=1),
+    RequestLoad("long", clients=64, requests=600, prompt_tokens=2048, max_tokens=1),
+)
+WARM_UP_REQUESTS = RequestLoad("warm-up", clients=32, requests=128, prompt_tokens=128, max_tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredServer:
+    """A server to compare: where it listens, and the processes whose CPU time counts."""
+
+    name: str  #: In the result.
+    port: int  #: Of 127.0.0.1.
+    model: str  #: The name that requests have to give.
+    #: Returns the ids of the server's processes, by part of the server.
+    pids: Callable[[], dict[str, list[int]]]
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU seconds by part since the processes started."""
+        return {part: sum(map(cpu_s_of, pids)) for part, pids in self.pids().items()}
+
+    def pin(self, cores: set[int]) -> None:
+        """Let the server run on these cores only."""
+        for pids in self.pids().values():
+            pin(pids, cores)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """One request's times in seconds, from the moment at which its first byte was sent."""
+
+    first_event_s: float
+    last_byte_s: float
+
+
+def prompt_texts(tokenizer: ChatTokenizer, load: RequestLoad, seed: int) -> Iterator[str]:
+    """Yield the load's prompts. Raises BenchError if the tokenizer does not split them as meant."""
+    words = [tokenizer.token_text(token_id) for token_id in countable_token_ids(tokenizer)]
+    generator = random.Random(seed)
+    for index in range(load.requests):
+        text = "".join(generator.choices(words, k=load.prompt_tokens))
+        if index == 0:
+            token_count = len(tokenizer.encode(text))
+            # Some tokenizers add an id at the beginning.
+            if not load.prompt_tokens <= token_count <= load.prompt_tokens + 1:
+                raise BenchError(
+                    f"this tokenizer makes {token_count} tokens of {load.prompt_tokens} words"
+                )
+        yield text
+
+
+def request_bytes(text: str, model: str, load: RequestLoad) -> bytes:
+    """Return a whole HTTP request for a streamed completion. Its seed is the token source's pace."""
+    content = {
+        "model": model,
+        "prompt": text,
+        "max_tokens": load.max_tokens,
+        "stream": True,
+        "ignore_eos": True,
+        "seed": SOURCE_PACE,
+    }
+    body = json.dumps(content).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def measure_requests(
+    server: MeasuredServer, load: RequestLoad, tokenizer: ChatTokenizer, seed: int
+) -> dict[str, Any]:
+    """Put the load on the server, and return a row of `diptych bench gateway --requests`.
+
+    CPU is that of all the server's processes from before the first request until after the last
+    one, in microseconds per request. Raises BenchError if any request fails.
+    """
+    requests = [
+        request_bytes(text, server.model, load) for text in prompt_texts(tokenizer, load, seed)
+    ]
+    cpu_before = server.cpu_s()
+    began_at = time.perf_counter()
+    times = asyncio.run(_send_all(server.port, requests, load.clients))
+    duration_s = time.perf_counter() - began_at
+    cpu_after = server.cpu_s()
+    cpu_us = {
+        part: round((cpu_after[part] - cpu_before[part]) / load.requests * 1e6, 1)
+        for part in cpu_after
+    }
+    first_event_ms = [1e3 * one.first_event_s for one in times]
+    p50, p99 = np.percentile(first_event_ms, (50, 99))
+    return {
+        "server": server.name,
+        "load": load.name,
+        "prompt_tokens": load.prompt_tokens,
+        "max_tokens": load.max_tokens,
+        "clients": load.clients,
+        "requests_s": round(load.requests / duration_s),
+        "cpu_us_per_request": cpu_us,
+        "cpu_us": round(sum(cpu_us.values()), 1),
+        "ttft_ms_p50": round(float(p50), 1),
+        "ttft_ms_p99": round(float(p99), 1),
+    }
+
+
+async def _send_all(port: int, requests: list[bytes], clients: int) -> list[RequestTimes]:
+    """Send all requests over `clients` connections, and return the times of each."""
+    remaining = iter(requests)
+
+    async def send_some() -> list[RequestTimes]:
+        reader, writer = await asyncio.open_connection(HOST, port, limit=BUFFER_BYTES)
+        try:
+            connection = writer.get_extra_info("socket")
+            return [await _send(request, reader, writer, connection) for request in remaining]
+        finally:
+            writer.close()
+
+    try:
+        parts = await asyncio.gather(*(send_some() for _ in range(clients)))
+    except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+        raise BenchError(f"a request failed: {str(error) or type(error).__name__}") from error
+    return [times for part in parts for times in part]
+
+
+async def _send(
+    request: bytes,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    connection: socket.socket,
+) -> RequestTimes:
+    """Send one request and read its answer. Raises BenchError if the status is not 200."""
+    async with asyncio.timeout(REQUEST_LIMIT_S):
+        began_at = time.perf_counter()
+        writer.write(request)
+        head = await reader.readuntil(END_OF_HEAD)
+        # A server that lets small segments wait for an acknowledgement waits for none.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
+        if not head.startswith(b"HTTP/1.1 200"):
+            rest = await reader.read(ERROR_CHARACTERS_LIMIT)
+            status = head.splitlines()[0].decode(errors="replace")
+            raise BenchError(f"{status}: {rest.decode(errors='replace')}")
+        await reader.readuntil(END_OF_EVENT)
+        first_event_s = time.perf_counter() - began_at
+        await reader.readuntil(END_OF_BODY)
+        return RequestTimes(first_event_s, time.perf_counter() - began_at)

@@ -86,7 +86,7 @@ class SimulatedWorker:
             max_running=hardware.max_running,
             itl_budget_s=budget_s,
         )
-        self.pool = BlockPool(hardware.kv_tokens // trace.block_tokens + 1)
+        self.pool = BlockPool(hardware.kv_tokens // trace.block_tokens + 1)  # block 0 holds no KV
         self.scheduler = TraceScheduler(self.pool, limits, trace)
         self.attempts: dict[AttemptKey, SimulatedAttempt] = {}  #: that have a sequence here
         self.without_blocks: list[SimulatedAttempt] = []  #: whose reservation has to wait
@@ -226,9 +226,10 @@ class SimulatedWorker:
         self.now = now
 
     def catch_up(self, now: float) -> None:
-        """Books the steps that are over by `now`, except one that ends a prompt or an answer.
+        """Books the decode steps that are over by `now`, but the last one of their plan.
 
-        Then `answer_tokens` and a report are those of this moment.
+        Then `answer_tokens` and a report's decode are those of this moment. The rest is left to
+        `settle`: steps with prefill are booked together, when the last one of their plan is over.
         """
         self.now = now
         steps = self.steps
@@ -247,7 +248,8 @@ class SimulatedWorker:
     def settle(self, now: float) -> tuple[list[SimulatedAttempt], list[SimulatedAttempt]]:
         """At `next_event_at`: books the steps that are over, and plans the next ones.
 
-        Returns the attempts whose last token is out, and those whose prompt is computed.
+        Returns the attempts whose last token is out, and those whose prompt is computed: an answer
+        of one token is among the latter only.
         """
         self.now = now
         self.has_news = False
@@ -337,7 +339,7 @@ class SimulatedWorker:
         plan = steps.plan
         self._account(steps, steps.count)
         for sequence, tokens in plan.prefill:
-            self._book_chunks(sequence, tokens * steps.count, filled)
+            self._book_chunks(sequence, tokens * steps.count, ended, filled)
         count = steps.count - steps.booked
         for sequence in plan.decode:
             attempt = self._attempt_of(sequence)
@@ -409,33 +411,40 @@ class SimulatedWorker:
         )
         cost.observe(mean_s, work)
 
-    def _book_chunks(self, sequence: Sequence, tokens: int, filled: list[SimulatedAttempt]) -> None:
+    def _book_chunks(
+        self,
+        sequence: Sequence,
+        tokens: int,
+        ended: list[SimulatedAttempt],
+        filled: list[SimulatedAttempt],
+    ) -> None:
         """Books prefilled tokens; with a prompt's last ones comes a token.
 
-        A prompt that was computed before and preempted counts the gap to its next token instead of
-        a first token.
+        An attempt's prompt is filled once. What is computed again after a preemption, on the worker
+        that decodes, gives the answer's next token, which may be the last.
         """
         attempt = self._attempt_of(sequence)
         if attempt is None or not self.scheduler.record_computed(sequence, tokens):
             return
-        generated_tokens = sequence.generated_tokens
-        is_first_token = generated_tokens == attempt.answer_tokens
-        is_complete = generated_tokens + 1 >= attempt.request.output_tokens
+        is_complete = sequence.generated_tokens + 1 >= attempt.request.output_tokens
+        is_filled_now = not attempt.filled_at
         token_at = self.now + HOP_S
-        if is_first_token:
-            attempt.hit_tokens = attempt.hit_tokens or sequence.hit_tokens
+        if is_filled_now:
+            attempt.hit_tokens = sequence.hit_tokens
             attempt.filled_at = self.now
             filled.append(attempt)
-        else:  # computed again after a preemption
-            self._count_gap(attempt, token_at)
+        else:
+            self._note_token(attempt, token_at)
         attempt.last_token_at = token_at
         self.scheduler.append_token(sequence, LAST_TOKEN if is_complete else MIDDLE_TOKEN)
-        if attempt.is_remote:
+        if sequence.stop_after_first:
             return
-        if is_complete:
-            del self.attempts[attempt.key]
-        else:
+        if not is_complete:
             self.joining.append(attempt)
+            return
+        del self.attempts[attempt.key]
+        if not is_filled_now:
+            ended.append(attempt)
 
     def _join(self, step_ends_at: float, step_s: float) -> None:
         """The attempts that have just begun to run get a token at the end of this step."""
@@ -444,17 +453,19 @@ class SimulatedWorker:
             if self.scheduler.live[attempt.key, 0].queue is not self.scheduler.running:
                 still_waiting.append(attempt)
                 continue
-            token_at = step_ends_at + HOP_S
-            if attempt.last_token_at:
-                self._count_gap(attempt, token_at)
-            else:
-                attempt.first_token_at = token_at
+            self._note_token(attempt, step_ends_at + HOP_S)
             attempt.late_steps_before = self.late_steps + (step_s > self.itl_target_s)
             attempt.is_running = True
         self.joining = still_waiting
 
-    def _count_gap(self, attempt: SimulatedAttempt, token_at: float) -> None:
-        """Counts a gap that is no step's: `late_steps` has those between two steps in a row."""
+    def _note_token(self, attempt: SimulatedAttempt, token_at: float) -> None:
+        """Notes the first token, or counts a gap that is no step's.
+
+        The gaps between two steps in a row are among the `late_steps`.
+        """
+        if not attempt.last_token_at:
+            attempt.first_token_at = token_at
+            return
         gap_s = token_at - attempt.last_token_at
         if not attempt.first_gap_s:
             attempt.first_gap_s = gap_s

@@ -42,6 +42,7 @@ def decoding(worker, prompt=1000, output=11, waited_s=0.0):
     worker.reserve(attempt)
     worker.reserved.clear()
     attempt.first_token_at = attempt.last_token_at = worker.now - waited_s or 1e-12
+    attempt.filled_at = attempt.first_token_at  # elsewhere
     worker.commit(attempt, has_first_token=True)
     return attempt
 
@@ -219,6 +220,41 @@ def test_streams_wait_for_room_and_the_youngest_gives_way():
     assert worker.scheduler.preemptions >= 1
     assert second.late_gaps > first.late_gaps, "its KV was computed again"
     assert worker.reserved == [third]
+
+
+def test_an_answer_that_was_preempted_before_its_last_token_ends():
+    """Its last token comes with the prefill that computes it again."""
+    worker = make_worker(kv_tokens=3840)
+    attempts = [decoding(worker, 1500, 900), decoding(worker, 1400, 458)]
+    ended = []
+    generated_again = set()
+    while worker.next_event_at < inf:
+        ended += worker.settle(worker.next_event_at)[0]
+        generated_again |= {one.generated_tokens for one in worker.scheduler.prefilling}
+    assert generated_again == {457}
+    assert ended == attempts and not worker.attempts and worker.pool.used_blocks == 0
+
+
+def test_each_gap_of_a_preempted_answer_is_counted_once():
+    worker = make_worker(kv_tokens=3840, itl_s=0.005)  # every step is late
+    attempts = [decoding(worker, 1500, 900), decoding(worker, 1400, 900)]
+    run(worker)
+    assert worker.scheduler.preemptions >= 1
+    assert [attempt.late_gaps for attempt in attempts] == [899, 899]
+
+
+def test_an_answer_preempted_before_its_first_token_gets_that_with_its_prompt():
+    """A system in which the decode worker sends the first token."""
+    worker = make_worker(kv_tokens=3840)
+    attempt = attempt_at(1400, 5)
+    attempt.is_remote = True
+    worker.reserve(attempt)
+    attempt.filled_at = attempt.last_token_at = 1e-12  # elsewhere
+    worker.commit(attempt, has_first_token=False)
+    worker.scheduler._preempt(worker.scheduler.live[attempt.key, 0])
+    (ended,) = [event for event in run(worker) if event[1] or event[2]]
+    assert ended[1:] == ([attempt], [])
+    assert attempt.first_token_at == pytest.approx(0.056 + HOP_S)  # its full blocks are cached
 
 
 def test_a_preempted_sequence_waits_and_a_prompt_to_compute_does_not():

@@ -7,11 +7,14 @@ A file has the arrival rate of every client in every window of 600 s, and of mos
 * lengths by inverse CDF from the sketch of the enclosing six hours.
 
 Clients without sketches are left out. ServeGen has no prefixes: each client gets one system prompt,
-a quarter of its median input. What a client is in the data is a tenant in the trace.
+a quarter of its median input. What a client is in the data is a tenant in the trace, the same one
+in all windows. All other blocks of a prompt are its request's alone.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -58,7 +61,9 @@ def read_window(path: Path, name: str, seed: int) -> Trace:
     total_rates = models["rate"].sum(axis=0)
     window = int(np.argsort(total_rates)[len(total_rates) // 2])
     scale = WINDOW_REQUESTS / _expected_requests(models, window)
-    requests = _draw_window(models, window, scale, np.random.default_rng(seed))
+    requests = _draw_window(
+        models, window, scale, np.random.default_rng(seed), numbers=itertools.count()
+    )
     requests.sort(key=lambda request: request.arrival_s)
     return Trace(name, requests, HASH_TOKENS, span_s=WINDOW_S)
 
@@ -75,10 +80,11 @@ def read_day(path: Path, name: str, seed: int, rate: float, part: float = 0.05) 
     scale = rate * WINDOW_S / expected
     length_s = WINDOW_S * part
     rng = np.random.default_rng(seed)
+    numbers = itertools.count()
     requests = [
         replace(request, arrival_s=request.arrival_s + order * length_s)
         for order, window in enumerate(windows)
-        for request in _draw_window(models, window, scale, rng)
+        for request in _draw_window(models, window, scale, rng, numbers=numbers)
         if request.arrival_s < length_s
     ]
     requests.sort(key=lambda request: request.arrival_s)
@@ -99,9 +105,17 @@ def _expected_requests(models: ClientModels, window: int) -> float:
 
 
 def _draw_window(
-    models: ClientModels, window: int, scale: float, rng: np.random.Generator
+    models: ClientModels,
+    window: int,
+    scale: float,
+    rng: np.random.Generator,
+    *,
+    numbers: Iterator[int],
 ) -> list[TraceRequest]:
-    """Return one window's requests by client, with all rates times `scale`."""
+    """Return one window's requests by client, with all rates times `scale`.
+
+    `numbers` numbers the requests of the trace; those that the caller drops leave gaps.
+    """
     sketches = _nearest_sketches(models, float(models["t"][window]))
     rates = {
         int(client): float(rate)
@@ -109,7 +123,7 @@ def _draw_window(
         if int(client) in sketches and rate > 0
     }
     requests: list[TraceRequest] = []
-    for order, client in enumerate(sorted(rates)):
+    for client in sorted(rates):
         row = int(np.flatnonzero(models["client"] == client)[0])
         count = int(rng.poisson(rates[client] * scale * WINDOW_S))
         family = ArrivalFamily(
@@ -118,7 +132,9 @@ def _draw_window(
             scale=float(models["p2"][row, window]),
         )
         arrivals_s = _draw_arrivals_s(family, count, rng)
-        requests += _draw_requests(order, arrivals_s, sketches[client], models["q"], rng=rng)
+        requests += _draw_requests(
+            client, arrivals_s, sketches[client], models["q"], rng=rng, numbers=numbers
+        )
     return requests
 
 
@@ -151,46 +167,44 @@ def _draw_arrivals_s(family: ArrivalFamily, count: int, rng: np.random.Generator
 
 
 def _draw_requests(
-    order: int,
+    client: int,
     arrivals_s: np.ndarray,
     sketch: LengthSketch,
     quantiles: np.ndarray,
     *,
     rng: np.random.Generator,
+    numbers: Iterator[int],
 ) -> list[TraceRequest]:
-    """Return the requests of the client that is the `order`-th of its window, one per arrival."""
+    """Return a client's requests of one window, one per arrival; `client` is its id in the data."""
     count = len(arrivals_s)
     median_prompt = np.interp(0.5, quantiles, sketch.prompt_tokens)
     system_blocks = int(median_prompt * SYSTEM_SHARE) // HASH_TOKENS
     prompts = np.interp(rng.random(count), quantiles, sketch.prompt_tokens).astype(int)
     outputs = np.interp(rng.random(count), quantiles, sketch.output_tokens).astype(int)
     requests: list[TraceRequest] = []
-    for index, (arrival_s, prompt, output) in enumerate(
-        zip(arrivals_s, prompts, outputs, strict=True)
-    ):
+    for arrival_s, prompt, output in zip(arrivals_s, prompts, outputs, strict=True):
         prompt_tokens = max(1, int(prompt))
         requests.append(
             TraceRequest(
                 arrival_s=float(arrival_s),
                 prompt_tokens=prompt_tokens,
                 output_tokens=max(1, int(output)),
-                prompt_blocks=_prompt_blocks(order, index, prompt_tokens, system_blocks),
-                tenant=f"client{order}",
+                prompt_blocks=_prompt_blocks(client, next(numbers), prompt_tokens, system_blocks),
+                tenant=f"client{client}",
             )
         )
     return requests
 
 
 def _prompt_blocks(
-    order: int, index: int, prompt_tokens: int, system_blocks: int
+    client: int, number: int, prompt_tokens: int, system_blocks: int
 ) -> tuple[int, ...]:
     """Return block ids: those of the system prompt are the client's, the others the request's.
 
-    `order` and `index` are the numbers of the client, and of its request, within the window. An id
-    has the block's index in its lower 12 bits.
+    `number` is the request's in the trace, below 2^27. An id has the block's index in its lower 12
+    bits, and client or request above; bit 39 tells a client's blocks from a request's.
     """
-    own_ids = (order << 12 | index & 4095) << 12
     return tuple(
-        (order << 12 | 1 << 39 | block) if block < system_blocks else own_ids | (block & 4095)
+        (1 << 39 | client << 12 | block) if block < system_blocks else (number << 12 | block)
         for block in range(min(prompt_tokens // HASH_TOKENS, BLOCKS_LIMIT))
     )

@@ -2,10 +2,13 @@
 
 import gzip
 import json
+from collections import Counter
 
+import numpy as np
 import pytest
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.sources import load_trace
+from diptych.simulator.sources.servegen import read_day
 from diptych.simulator.trace import Trace, TraceRequest, all_turns, count_turns
 
 from .support import trace_file
@@ -145,6 +148,34 @@ def test_servegen_clients_become_tenants_with_a_system_prompt():
     trace = load_trace(trace_file("servegen_language_m-small.npz"))
     assert 3000 < len(trace.requests) < 5000
     assert len({item.tenant for item in trace.requests}) > 5
+
+
+def test_a_servegen_day_repeats_no_more_than_the_system_prompts_of_its_clients(tmp_path):
+    path = tmp_path / "two_clients.npz"
+    lengths = [[640, 640], [640, 640]]
+    np.savez(
+        path,
+        t=[0, 600],
+        q=[0.0, 1.0],
+        client=[3, 8],
+        rate=[[0.0, 0.05], [0.05, 0.05]],  # of client 3, and of client 8, in two windows
+        pat=np.zeros((2, 2)),
+        p1=np.ones((2, 2)),
+        p2=np.ones((2, 2)),
+        ds_client=[3, 8],
+        ds_ts=[0, 0],
+        ds_in=lengths,
+        ds_out=lengths,
+    )
+    requests = read_day(path, "day", 0, rate=0.1, part=1.0).requests
+    first_window = {one.tenant for one in requests if one.arrival_s < 600}
+    second_window = {one.tenant for one in requests if one.arrival_s >= 600}
+    assert (first_window, second_window) == ({"client8"}, {"client3", "client8"})
+    counts = Counter(block for one in requests for block in one.prompt_blocks)
+    shared = {block for block, count in counts.items() if count > 1}
+    by_tenant = {one.tenant: one.prompt_blocks[:2] for one in requests}
+    assert shared == {block for blocks in by_tenant.values() for block in blocks}
+    assert len(shared) == 4, "a quarter of ten blocks each"
 
 
 ROW = '{"timestamp": 5, "input_length": 70, "output_length": 3}'

@@ -5,7 +5,7 @@ out of work. To decode alone, a worker needs none: there it is room that counts.
 
 A request is urgent while it can meet its deadline; the most urgent is the one whose prefill must
 begin first. Whoever cannot be served in time any more is overdue, or is refused if its class
-prefers that. There are three ways to a worker:
+prefers that. There are four ways to a worker:
   push: a request chooses the worker that has its first token earliest, if that worker takes it now.
         Otherwise it waits, and prefers that worker if another would have to compute much more
   pull: a worker with credit takes the most urgent request that it can serve in time, or one that
@@ -244,6 +244,11 @@ class DeadlinePolicy:
                 self.queue.mark_overdue(request)
 
     def _push_choosing(self, now: float, decided: list[Placement | Rejection]) -> None:
+        """Let the requests that are to choose do so, until one finds the decode workers full.
+
+        The others then choose no more. In the next event the most urgent requests choose instead;
+        what else waits is pulled, or has its turn in an offer.
+        """
         choosing = self._choosing
         self._choosing = []
         if self.decode_full:  # perhaps there is room now
@@ -409,7 +414,9 @@ class DeadlinePolicy:
     ) -> list[PrefillCandidate]:
         """Return what the first token would cost on each of these workers.
 
-        The request may go before all prompts of a worker, if none of them becomes late by that.
+        The request may go before all prompts of a worker, if none of them becomes late by that. No
+        worker gets more than `HALTED_MAX` prompts by this, as each may halt the one before it. A
+        fetch, which may fail, costs more here than it is predicted to take.
         """
         put_off_factor = PUT_OFF_FACTOR * self.placer.residuals.upper
         candidates = []
@@ -468,13 +475,14 @@ class DeadlinePolicy:
     def _wait_for(self, request: QueuedRequest, best: PrefillCandidate, saved_s: float) -> None:
         """Note that the request waits, and for which worker if its cache saves a lot.
 
-        `saved_s` is by how much the slowest compared worker takes longer for the prompt.
+        `saved_s` is by how much the slowest compared worker takes longer for the prompt. For a
+        request that prefers the same worker already, the first prediction of its prefill stays.
         """
         preferred = best.worker if saved_s > SAVED_S else None
         if request.attempt_key not in self.queue:
             request.preferred_worker = preferred
             request.preferred_prefill_s = best.prefill_s
-        elif preferred is not request.preferred_worker or preferred is None:
+        elif preferred is not request.preferred_worker:
             self.queue.prefer(request, preferred, best.prefill_s)
 
     # ---- pull: a worker chooses its request ------------------------------------------------------
@@ -555,10 +563,10 @@ class DeadlinePolicy:
                 continue
             if urgent is None:
                 urgent = request
-                urgent_prefill_s = plan.seconds
+                urgent_prefill_s = prefill_s
                 continue
             saved_s = _saved_s(request, worker, plan)
-            behind_s = worker.wait_s(request.deadline, now) + plan.seconds
+            behind_s = worker.wait_s(request.deadline, now) + prefill_s
             urgent_ends_s = behind_s + urgent_prefill_s * self.placer.residuals.upper
             if saved_s > best_saved_s and now + urgent_ends_s <= urgent.deadline:
                 cached = request
@@ -570,12 +578,16 @@ class DeadlinePolicy:
         return choice
 
     def _compared_for(self, worker: WorkerState) -> list[QueuedRequest]:
-        """Return the most urgent requests, some that prefer this worker among them."""
+        """Return the most urgent requests, some that prefer this worker among them.
+
+        As many of the least urgent ones are left out as there are of the latter, however few
+        requests there are: what no worker pulls has its turn in an offer.
+        """
         urgent = self.queue.urgent[:URGENT_COMPARED]
         preferring = self.queue.preferring.get(worker.slot, [])[:PREFERRING_COMPARED]
         if preferring:
-            # The least urgent ones make room for those that prefer this worker. Both lists are in
-            # the order of ranks, so of the latter only those behind the last one kept are missing.
+            # Both lists are in the order of ranks, so of those that prefer this worker only those
+            # behind the last one kept are missing.
             urgent = urgent[: -len(preferring)]
             last_rank = urgent[-1][0] if urgent else None
             urgent += [entry for entry in preferring if last_rank is None or entry[0] > last_rank]

@@ -326,6 +326,18 @@ def test_but_not_if_the_urgent_one_would_be_late_by_it() -> None:
     assert list(rig.first("r1", after=1.0)) == ["cold"]
 
 
+def test_beside_decodes_both_prompts_take_longer_so_the_urgent_one_may_not_wait() -> None:
+    rig = Rig("decode/x", disaggregate="never")
+    rig.stored("decode/x", prefix(1, 12))
+    for index in range(20):  # steps of 33 ms, of 50: prefill has a quarter of the time
+        rig.ask(f"d{index}", prompt=10)
+        rig.first(f"d{index}", after=0.05)
+    rig.ask("r1", ttft_s=9.0)
+    rig.ask("cold", ttft_s=9.0)  # 6 s left when r1 is done, for 3.7 s of work
+    rig.ask("warm", prompt=1400, ttft_s=20.0, hashes=prefix(1, 12) + prefix(2, 9))  # 2.3 s
+    assert list(rig.first("r1", after=3.0)) == ["cold"]
+
+
 def test_who_has_little_time_left_goes_behind_those_with_more_but_is_served() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("r1", ttft_s=1.1)

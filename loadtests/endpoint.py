@@ -11,7 +11,7 @@ import json
 import math
 import re
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -300,25 +300,22 @@ class ModelCard(NamedTuple):
     server: str  #: what software answers; empty if nothing says so
 
 
-def probe_endpoint(
-    url: str, key: str = "", model: str = "", grpc: str = "", seed: int = 0
-) -> EndpointFacts:
+def probe_endpoint(url: str, key: str = "", model: str = "", grpc: str = "") -> EndpointFacts:
     """Finds out what the endpoint serves and takes. Raises LoadError.
 
     `url` may end in `/v1`. `model` empty: the first that the endpoint names. `grpc` is only noted.
-    `seed` decides the texts. Costs about 15 to 30 requests of one token, which warm the server.
+    Costs about 15 to 30 requests of one token, which warm the server.
     """
     url = url.rstrip("/").removesuffix("/v1")
     try:
-        prober = _EndpointProber(url, key)
-        card = prober.find_model(model)
-        words = probe(prober.count_tokens, seed)
-        takes_ignore_eos = prober.takes({"ignore_eos": True})
-        tells_usage = prober.takes({"stream": True, "stream_options": {"include_usage": True}})
+        with closing(_EndpointProber(url, key)) as prober:
+            card = prober.find_model(model)
+            words = probe(prober.count_tokens)
+            takes_ignore_eos = prober.takes({"ignore_eos": True})
+            tells_usage = prober.takes({"stream": True, "stream_options": {"include_usage": True}})
     except (OSError, ProtocolError) as error:
         reason = str(error) or type(error).__name__
         raise LoadError(f"no endpoint at {url} ({reason}); start one with: diptych serve") from None
-    prober.close()
     return EndpointFacts(
         url=url,
         model=card.name,

@@ -232,9 +232,7 @@ class Swarm:
         if plan.load != "chat":
             planned_arrivals(plan)  # what is wrong with the plan is reported now
         url = self.environment.host or ""
-        self.facts = probe_endpoint(
-            url, api_key(), model=plan.model, grpc=plan.grpc, seed=plan.seed
-        )
+        self.facts = probe_endpoint(url, api_key(), model=plan.model, grpc=plan.grpc)
         self._check_first_turn(self.facts.context)
         options.plan_facts = msgspec.json.encode(self.facts).decode()
         options.plan_run = secrets.token_hex(4)

@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 ACTIONS_LIMIT = 200  #: Actions that the feed remembers.
 #: Of the router's last decisions, how many a what-if replays: enough for percentiles.
 WHATIF_DECISIONS = 500
+RESIZE_TIMEOUT_S = 30.0  #: For Serve or Kubernetes to take an order; other orders wait meanwhile.
 SERVE_TIMEOUT_S = 3.0  #: For Serve to say how the pools are; then its last answer is taken.
 
 
@@ -187,9 +188,15 @@ class Operations:
         if not new_counts:
             return
         try:
-            await self.pool_scaler.resize(new_counts)
+            async with asyncio.timeout(RESIZE_TIMEOUT_S):
+                await self.pool_scaler.resize(new_counts)
         except ScaleError as error:
             raise ApiError("no_capacity", str(error)) from None
+        except Exception as error:  # of many types: Ray's own, or those of a lost connection
+            log.warning("an order to scale failed", exc_info=True)
+            reason = str(error) or type(error).__name__
+            message = f"no answer to the order ({reason}): look at `diptych status` before again"
+            raise ApiError("no_capacity", message) from None
         for change in changes:
             self._tally.count_scaling(change.pool, change.before, change.after)
         self.record_action("scale", sentence)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.operations import Operations
+from diptych.cluster.control.serve import PoolObservation
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.telemetry import ControlTally
 
@@ -98,3 +99,29 @@ def test_scale_is_refused_while_serve_is_away(hangs: bool, monkeypatch: pytest.M
         return await operations.drain("decode/x", force=True, hand_over=True, dry_run=True)
 
     assert asyncio.run(run())["replicas"] == ["decode/x"]
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_an_order_that_gets_no_answer_is_a_sentence(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve says how the pools are, and is away when it is to change them."""
+    monkeypatch.setattr("diptych.cluster.control.operations.RESIZE_TIMEOUT_S", 0.01)
+
+    class AwayForOrders(ServeAway):
+        async def observe(self) -> dict[str, PoolObservation]:
+            pool = PoolObservation(target=1, running=["x"], starting=[], stopping=[])
+            return {"prefill": pool, "decode": pool}
+
+    async def run() -> None:
+        operations = Operations(
+            ClusterConfig(),
+            plane=Workers(prefill_a="ready", decode_x="ready"),  # type: ignore[arg-type]
+            pool_scaler=AwayForOrders(hangs=hangs),
+            tally=ControlTally(),
+        )
+        with pytest.raises(ApiError, match="no answer to the order") as refused:
+            await asyncio.wait_for(operations.scale({"decode": 2}, dry_run=False), 5.0)
+        assert refused.value.reason == "no_capacity"
+
+    asyncio.run(run())

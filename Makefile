@@ -1,5 +1,5 @@
-.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube chaos loadtest lint format protos \
-	kube kube-down
+.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube chaos loadtest lint format docs \
+	protos kube kube-down
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
 BIN := $(VENV)/bin
@@ -76,6 +76,11 @@ lint: install
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documentation site, in build/site; a link that leads nowhere ends it (docs/site).
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open build/site/index.html"
 
 protos: install
 	$(BIN)/python -m grpc_tools.protoc -Idiptych/protos=protos --python_out=build/typing \

@@ -11,13 +11,7 @@ import typer
 
 from .common import check_output, fail
 from .progress import step_progress
-from .simulate import (
-    JobsOption,
-    ModelOption,
-    OutputOption,
-    SloOption,
-    available_cores,
-)
+from .simulate import JobsOption, ModelOption, OutputOption, SloOption
 
 if TYPE_CHECKING:
     from ...simulator.trace import Trace
@@ -41,6 +35,7 @@ def planner(
     check_output(output)
     from ...simulator import SimulationError
     from ...simulator.case import Case
+    from ...simulator.entry import available_cores
     from ...simulator.fleet import Fleet, Split
     from ...simulator.metrics import Slo
     from ..bench.planner_study import compare

@@ -1,28 +1,21 @@
-"""`diptych simulate`: policies on a trace, in virtual time. `diptych plan`: the layout for one."""
+"""`diptych simulate`: policies on a trace, in virtual time. `diptych plan`: the layout for one.
+
+Both call `simulator/entry.py`, as notebooks do. The simulator is imported when a command runs: no
+other command pays for it.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from .common import check_output, check_writable, fail, save
 from .progress import step_progress
-
-if TYPE_CHECKING:
-    from ...router import RouterConfig
-    from ...simulator.calibration import Calibration
-    from ...simulator.documents import LiveComparison, StudyDocument
-    from ...simulator.fleet import Faults, Fleet, Split
-    from ...simulator.metrics import Slo
-    from ...simulator.planned_layout import FleetOption
-    from ...simulator.trace import Trace
 
 TRACE_HELP = "File (.jsonl, Azure .csv, either .gz; ServeGen .npz), synthetic[:N], poisson:256-1024:64-128[:N]."
 ModelOption = Annotated[str, typer.Option(help="Model and type of its weights.")]
@@ -92,51 +85,35 @@ def simulate(
     html: HtmlOption = None,
 ) -> None:
     """Replay TRACE against the real router on simulated workers."""
-    _check_options(rate, html, output)
-    variants = _parse_variants(variant)
-    # The simulator is imported here: no other command pays for it.
-    from ...simulator.report import study_page, study_text
-    from ...simulator.study import Study, parse_policies, run_study
+    check_output(output)
+    check_writable(html)
+    from ...simulator import entry
 
-    with _simulator_errors_reported():
-        calibration = _read_calibration(calibrate_from_live)
-        setup = _study_setup(
-            calibration,
-            trace=trace,
+    with _simulator_errors_reported(), step_progress("simulating") as report_progress:
+        result = entry.simulate(
+            trace,
             model=model,
-            fleet_name=fleet,
             tp=tp,
-            split_name=split,
-            slo_text=slo,
-        )
-        checked_faults = _parse_faults(faults, setup.fleet)
-        study = Study(
-            trace=_load_trace(trace, calibration, head),
-            model=setup.model,
-            fleet=setup.fleet,
-            fleet_name=setup.fleet_name,
-            slo=setup.slo,
-            policies=parse_policies(policy or ["diptych"]),
-            variants=variants,
-            split=setup.split,
+            fleet=fleet,
+            split=split,
+            policy=policy or entry.OWN_POLICY,
+            variant=variant,
+            slo=slo,
             seeds=seeds,
             find_max=find_max,
             rate=rate,
-            closed_loop=_is_closed_loop(dispatch),
-            faults=checked_faults,
-            jobs=jobs or available_cores(),
+            dispatch=dispatch,
+            head=head,
+            faults=faults,
             agreement=agreement,
-            router_config=setup.router_config,
             early_reject=early_reject,
+            calibrate_from_live=calibrate_from_live,
+            jobs=jobs,
+            report_progress=report_progress,
         )
-        with step_progress("simulating") as report:
-            result = run_study(study, report)
-        # A search in which no rate was held has nothing to lay beside the recorded run.
-        if trace == "recorded" and calibration and "at_rate" in result["policies"][0]:
-            result["live"] = _compare_with_live(calibration, result)
-    typer.echo(json.dumps(result, indent=2) if output == "json" else study_text(result))
+    typer.echo(json.dumps(result.document, indent=2) if output == "json" else repr(result))
     if html:
-        save(html, study_page(result))
+        save(html, result.html())
 
 
 @contextmanager
@@ -150,96 +127,6 @@ def _simulator_errors_reported() -> Iterator[None]:
         fail(str(error), 2)
     except KeyboardInterrupt:
         fail("interrupted", 130)
-
-
-def _parse_variants(variant: str) -> tuple[str, ...]:
-    """Return the variants of the policies to run, or fail."""
-    if variant not in ("policy-only", "full", "both"):
-        fail(f"--variant {variant}: expected policy-only, full or both", 2)
-    return ("policy-only", "full") if variant == "both" else (variant,)
-
-
-def _check_options(rate: float | None, file: Path | None, output: str) -> None:
-    """Fail for options that are wrong, before an hour of work; `file` is what will be written."""
-    check_output(output)
-    if rate is not None and not 0 < rate < inf:
-        fail(f"--rate {rate:g}: expected requests/s, more than 0", 2)
-    check_writable(file)
-
-
-def _compare_with_live(calibration: Calibration, study: StudyDocument) -> LiveComparison:
-    """Return the recorded run's attainment, and how far from it the simulated one is.
-
-    The attainment is the share of requests that met their targets.
-    """
-    assert calibration.run is not None, "a recorded trace has a run"
-    live_attainment = calibration.run.attainment
-    simulated_attainment = study["policies"][0]["at_rate"]["attainment"]
-    points_apart = abs(live_attainment - simulated_attainment) * 100
-    return {"attainment": live_attainment, "points_apart": round(points_apart, 2)}
-
-
-class StudySetup(NamedTuple):
-    """What a calibration decides of a study, or the command line without one."""
-
-    model: str  #: "": the workers have measured coefficients
-    fleet: Fleet  #: The hardware: how many replicas, and how fast they are.
-    fleet_name: str  #: As reports show it: that of the option, or the measured hardware.
-    split: Split | None  #: None: the best one
-    slo: Slo
-    router_config: RouterConfig | None  #: of a recorded run
-
-
-def _study_setup(
-    calibration: Calibration | None,
-    *,
-    trace: str,
-    model: str,
-    fleet_name: str,
-    tp: int,
-    split_name: str,
-    slo_text: str,
-) -> StudySetup:
-    """Return what to simulate. With a calibration, the workers are those that were measured.
-
-    A recorded trace also takes split, targets and router from its run. Raises SimulationError.
-    """
-    from ...simulator.fleet import Fleet, Split
-    from ...simulator.metrics import Slo
-
-    router_config = None
-    if calibration:
-        run = calibration.run  # None: the coefficients come without a recorded run
-        # Workers of several thread counts may have been measured; a study has one kind.
-        fleet = calibration.fleet(run.threads if run else calibration.workers[0].threads)
-        fleet_name = fleet.reference.gpu
-        model = ""
-        if run and trace == "recorded":
-            split_name = run.split
-            slo_text = run.slo
-            router_config = run.router
-    else:
-        fleet = Fleet.parse(fleet_name, model, tp)
-    # Targets may be multiples of a prefill's time, so they are parsed for these workers.
-    return StudySetup(
-        model=model,
-        fleet=fleet,
-        fleet_name=fleet_name,
-        split=None if split_name == "best" else Split.parse(split_name),
-        slo=Slo.parse(slo_text, fleet.costs),
-        router_config=router_config,
-    )
-
-
-def _parse_faults(text: str, fleet: Fleet) -> Faults:
-    """Return what goes wrong; exit if a worker in it is not in the fleet."""
-    from ...simulator.fleet import Faults
-
-    faults = Faults.parse(text)
-    for worker, _ in (*faults.slow_workers, *faults.killed_workers):
-        if worker >= fleet.replicas:
-            fail(f"--faults: there is no worker {worker}, the fleet has {fleet.replicas}", 2)
-    return faults
 
 
 def plan(
@@ -267,100 +154,33 @@ def plan(
     output: OutputOption = "table",
 ) -> None:
     """Find the layout that serves TRACE best; say whether disaggregation pays; write it down."""
-    _check_options(rate, write, output)
+    check_output(output)
+    check_writable(write)
     if write.exists() and not force:
         fail(f"{write} exists: give another --write, or --force", 2)
-    from ...simulator import plan as planner
-    from ...simulator.planned_layout import PlanDemand
+    try:
+        tp_sizes = [int(part) for part in tp.split(",")]
+    except ValueError:
+        fail(f"--tp {tp}: expected numbers, like 4 or 2,4", 2)
+    from ...simulator import entry
 
-    with _simulator_errors_reported():
-        calibration = _read_calibrations(calibrate_from_live or [])
-        fleet_options = _fleet_options(fleet or ["H200:32"], model, tp, calibration)
-        demand = PlanDemand(
-            _load_trace(trace, calibration, head),
-            slo,
-            share,
-            rate,
+    with _simulator_errors_reported(), step_progress("planning") as report_progress:
+        result = entry.plan(
+            trace,
+            model=model,
+            tp=tp_sizes,
+            fleet=fleet or entry.DEFAULT_FLEET,
+            rate=rate,
+            share=share,
+            slo=slo,
             seeds=seeds,
-            closed_loop=_is_closed_loop(dispatch),
+            dispatch=dispatch,
+            head=head,
+            calibrate_from_live=calibrate_from_live or (),
+            jobs=jobs,
+            report_progress=report_progress,
         )
-        with step_progress("planning") as report:
-            result = planner.plan_layouts(fleet_options, demand, jobs or available_cores(), report)
-    typer.echo(json.dumps(result, indent=2) if output == "json" else planner.format_plan(result))
-    save(write, planner.cluster_yaml(result))
+    typer.echo(json.dumps(result.document, indent=2) if output == "json" else repr(result))
+    save(write, result.cluster_yaml)
     if output == "table":
         typer.echo(f"wrote {write}")
-
-
-def _fleet_options(
-    fleets: list[str], model: str, tp_sizes: str, calibration: Calibration | None
-) -> list[FleetOption]:
-    """Return the fleets to compare: the measured workers, or each fleet with each replica size.
-
-    `tp_sizes` are GPUs of a replica, such as "2,4".
-    """
-    from ...simulator.fleet import Fleet
-    from ...simulator.planned_layout import FleetOption
-
-    if calibration:
-        thread_counts = sorted({worker.threads for worker in calibration.workers})
-        measured_fleets = [calibration.fleet(threads) for threads in thread_counts]
-        return [
-            FleetOption(f"{fleet.reference.gpu}:{fleet.replicas}", fleet)
-            for fleet in measured_fleets
-        ]
-    try:
-        sizes = [int(part) for part in tp_sizes.split(",")]
-    except ValueError:
-        fail(f"--tp {tp_sizes}: expected numbers, like 4 or 2,4", 2)
-    if min(sizes) < 1:
-        fail(f"--tp {tp_sizes}: a replica has at least one GPU", 2)
-    return [
-        FleetOption(name if len(sizes) == 1 else f"{name} tp{size}", Fleet.parse(name, model, size))
-        for name in fleets
-        for size in sizes
-    ]
-
-
-def _load_trace(source: str, calibration: Calibration | None, head: float) -> Trace:
-    """Return the trace, or the share `head` of it. Raises SimulationError."""
-    from ...simulator.errors import SimulationError
-    from ...simulator.sources import load_trace
-
-    if source == "recorded":
-        if calibration is None:
-            raise SimulationError("trace recorded: needs --calibrate-from-live")
-        return calibration.trace()
-    trace = load_trace(source)
-    return trace.head(head) if head < 1 else trace
-
-
-def _read_calibration(path: Path | None) -> Calibration | None:
-    """Return the measured workers of a file, or None without one. Raises SimulationError."""
-    if path is None:
-        return None
-    from ...simulator.recorded import read_calibration
-
-    return read_calibration(path)
-
-
-def _read_calibrations(paths: list[Path]) -> Calibration | None:
-    """Return the measured workers of all files together, or None without files."""
-    if not paths:
-        return None
-    from ...simulator.calibration import merge_calibrations
-    from ...simulator.recorded import read_calibration
-
-    return merge_calibrations([read_calibration(path) for path in paths])
-
-
-def _is_closed_loop(dispatch: str) -> bool:
-    """Return whether turns wait for the end of the one before."""
-    if dispatch not in ("timestamp", "thinktime"):
-        fail(f"--dispatch {dispatch}: expected timestamp or thinktime", 2)
-    return dispatch == "thinktime"
-
-
-def available_cores() -> int:
-    """Return the cores that this process may use."""
-    return len(os.sched_getaffinity(0))

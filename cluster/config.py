@@ -287,6 +287,9 @@ class SloConfig(ConfigSection):
     ttft_ms: Positive | None = None
     #: Between two tokens of an answer.
     itl_ms: Positive = 200.0
+    #: A gateway holds an answer's first token until the second can follow within its target, as far
+    #: as the first one's target allows (`router/first_token.py`).
+    pace_first_token: bool = True
     #: Targets by tenant, as `diptych keys` names the tenant of a key.
     tenants: dict[str, TenantTargets] = {}
 

@@ -340,6 +340,7 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         ttft=str(slo.ttft_target),
         itl_s=slo.itl_ms / 1e3,
         tenants=tenants,
+        pace_first_token=config.slo.pace_first_token,
     )
 
 

@@ -373,6 +373,10 @@ class AttemptOutcome(msgspec.Struct, tag="over", frozen=True):
     reason: str = ""
     transfer_ms: float | None = None  #: `busy_ms` of `PromptArrived`
     exposed_ms: float | None = None  #: `exposed_ms` of `PromptArrived`
+    #: for how long the gateway held the first token back, and why it then let it out, in a word of
+    #: `router.first_token.ReleaseReason`; "": the gateway holds none back
+    first_token_held_ms: float = 0.0
+    first_token_release: str = ""
 
 
 class RequestOutcome(msgspec.Struct, tag="outcome", frozen=True):

@@ -71,6 +71,9 @@ class RouterConfig:
     index_per_worker: int = 65536  #: entries of one worker in the index of prefixes, at most
     predicted_ttl_s: float = 120.0  #: an entry that was predicted and never reported ends then
     decisions: int = 4096  #: decision records kept; 0: none are made
+    #: Gateways hold an answer's first token until the second can follow in time (`first_token.py`).
+    #: The router itself does not ask: a replay of its log in the simulator does.
+    pace_first_token: bool = True
     #: target to the first token, as in `max(1s, 3x)` (`protos/targets.py`); "": `ttft_s`
     ttft: str = ""
     tenants: Mapping[str, TenantTargets] = field(default_factory=dict)  #: by the tenant's name

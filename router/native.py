@@ -26,6 +26,7 @@ MODULES = {
         "decisions",
         "demand",
         "drain",
+        "first_token",
         "fleet",
         "goodput",
         "index",

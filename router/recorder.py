@@ -101,6 +101,9 @@ class DecisionRecorder:
             decision.observed["transfer_ms"] = round(outcome.transfer_ms, 3)
         if outcome.exposed_ms is not None:
             decision.observed["exposed_ms"] = round(outcome.exposed_ms, 3)
+        if outcome.first_token_release:
+            decision.observed["first_token_held_ms"] = round(outcome.first_token_held_ms, 3)
+            decision.observed["first_token_release"] = outcome.first_token_release
 
     def _new_decision(
         self,

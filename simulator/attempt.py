@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..protos.frames import AttemptKey
+from ..router.first_token import FirstTokenHold
 from .trace import WorkloadRequest
 
 
@@ -26,6 +27,7 @@ class SimulatedAttempt:
         "filled_at",
         "first_gap_s",
         "first_token_at",
+        "first_token_hold",
         "hit_tokens",
         "is_remote",
         "is_resumed",
@@ -66,7 +68,9 @@ class SimulatedAttempt:
         self.began_at = 0.0  #: its prompt reached the worker that computes it
         self.reserved_at = 0.0  #: the decode worker reserved blocks
         self.filled_at = 0.0  #: its prompt was computed
-        self.first_token_at = 0.0
+        self.first_token_at = 0.0  #: while it is held: when it could have gone out
+        #: what the gateway does with the first token, until the second one comes; None: nothing
+        self.first_token_hold: FirstTokenHold | None = None
         self.last_token_at = 0.0  #: before it runs, or runs again
         self.ended_at = 0.0
         self.first_gap_s = 0.0  #: between its first and second token

@@ -60,6 +60,8 @@ class Case:
     router_config: RouterConfig | None = None  #: a recorded run's; only its policy is replaced
     #: Requests that would be late are refused at once, by policies that know: ours and Mooncake's.
     early_reject: bool = False
+    #: Gateways hold first tokens back; None: as `RouterConfig` has it by default, or as recorded.
+    pace_first_token: bool | None = None
 
     def setting(self, split: FleetSplit) -> Setting:
         """Return what a simulation of this case runs on a split, the roles of its replicas.
@@ -81,6 +83,8 @@ class Case:
                 fetch=not as_shipped,
                 classes={**CLASSES, DEFAULT_CLASS: SloClass(early_reject=self.early_reject)},
             )
+        if self.pace_first_token is not None:
+            config = replace(config, pace_first_token=self.pace_first_token)
         return Setting(
             fleet=self.fleet,
             split=split,
@@ -128,10 +132,18 @@ def simulate_case(
     return CaseRun(outcomes, ended_count, time.perf_counter() - started_at)
 
 
-def check_load(case: Case, split: FleetSplit, rate: float, share: float, seeds: int) -> LoadVerdict:
+def check_load(
+    case: Case,
+    split: FleetSplit,
+    rate: float,
+    share: float,
+    *,
+    seeds: int,
+    first_seed: int = 0,
+) -> LoadVerdict:
     """Say whether `share` of all requests of these seeds meet their targets at `rate` per GPU.
 
-    The runs end as soon as that cannot be. Without any request the answer is no.
+    The seeds are so many from `first_seed` on. The runs end as soon as that cannot be. Without any request the answer is no.
     """
     # Only counted: the loads of all seeds have equally many requests.
     load = case.trace.workload(rate * case.fleet.gpus, 0, case.closed_loop)
@@ -140,7 +152,7 @@ def check_load(case: Case, split: FleetSplit, rate: float, share: float, seeds: 
     ended = 0
     simulated = 0
     seconds = 0.0
-    for seed in range(seeds):
+    for seed in range(first_seed, first_seed + seeds):
         run = simulate_case(case, split, rate, seed, missed_limit=missed_limit - missed)
         simulated += run.requests
         seconds += run.seconds

@@ -59,6 +59,10 @@ class PolicyEntry(TypedDict):
     prefix_hit: float | None  #: that of `at_rate`; None where `at_rate` is missing
     requests_per_s_simulated: int  #: of one core
     rate_per_gpu: float  #: G90; without a search, the rate that the user gave or the trace recorded
+    #: [low, high], requests/s per GPU: between which rates G90 and G99 lie, of each seed by itself
+    #: and by the rates that were tried; missing where no maximum was searched.
+    g90_interval: NotRequired[list[float]]
+    g99_interval: NotRequired[list[float]]
     g99_bound_share: NotRequired[float]  #: G99 divided by its bound, as `bound_share`
     #: G90 and G99 divided by their bounds at kernel efficiency; missing, too, without these bounds.
     kernel_bound_share: NotRequired[float]

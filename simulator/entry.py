@@ -107,6 +107,7 @@ def simulate(
     faults: str = "",
     agreement: bool = False,
     early_reject: bool = False,
+    pace_first_token: bool | None = None,
     calibrate_from_live: str | Path | None = None,
     jobs: int | None = None,
     report_progress: ProgressReporter = no_progress,
@@ -149,6 +150,7 @@ def simulate(
         agreement=agreement,
         router_config=setup.router_config,
         early_reject=early_reject,
+        pace_first_token=pace_first_token,
     )
     document = run_study(study, report_progress)
     # A search in which no rate was held has nothing to lay beside the recorded run.

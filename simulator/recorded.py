@@ -356,7 +356,8 @@ def _recorded_request(
     gaps = output_tokens - 1
     mean_gap_s = 0.0
     if request.served and gaps > 0:
-        mean_gap_s = (request.ended_at - request.first_token_at) / gaps
+        # The client's first token may have been held back (`router/first_token.py`).
+        mean_gap_s = (request.ended_at - request.arrived_at - ttft_s) / gaps
     judged = RequestOutcome(
         tenant=place.tenant,
         slo_class=place.slo_class,

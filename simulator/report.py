@@ -71,6 +71,7 @@ def study_text(study: StudyDocument) -> str:
 
     lines += _decile_lines(study["policies"], widths[0])
     lines += _tenant_lines(study["policies"])
+    lines += _interval_lines(study["policies"])
     if "live" in study:
         live = study["live"]
         lines.append(f"live: {live['attainment']:.3f} met, {live['points_apart']:.1f} points apart")
@@ -81,6 +82,17 @@ def study_text(study: StudyDocument) -> str:
         f"{study['requests_per_s_simulated']:,} requests/s"
     )
     return "\n".join(lines)
+
+
+def _interval_lines(policies: list[PolicyEntry]) -> list[str]:
+    """Return between which rates G90 and G99 lie, of policies for which they were searched."""
+    lines: list[str] = []
+    for entry in policies:
+        if "g90_interval" in entry and "g99_interval" in entry:
+            g90 = " to ".join(f"{rate:.3f}" for rate in entry["g90_interval"])
+            g99 = " to ".join(f"{rate:.3f}" for rate in entry["g99_interval"])
+            lines.append(f"  {entry['name']} {entry['variant']}: G90 {g90}, G99 {g99}")
+    return ["between which rates, of each seed by itself:", *lines] if lines else []
 
 
 def _decile_lines(policies: list[PolicyEntry], name_width: int) -> list[str]:

@@ -7,6 +7,9 @@ meet their targets. The search saves runs in three ways:
 * A run ends as soon as too many requests have missed their targets.
 * Splits are compared on the first seed; the result is found on all of them.
 
+How certain the result is: each seed is then searched by itself. The interval goes from the largest
+rate that the worst seed holds to the smallest one that the best seed does not hold.
+
 Where cores are spare, the search also asks for what may come next. The rates that it decides by,
 and so the result, are the same on any number of cores.
 """
@@ -32,6 +35,7 @@ G99 = 0.99  #: the same at the rate G99
 TOLERANCE = 0.015  #: relative, of the rates found
 COARSE_TOLERANCE = 4 * TOLERANCE  #: the same, while splits are compared
 GROWTH = 1.25  #: factor from one rate to the next before both ends are known
+SEED_GROWTH = 1 + COARSE_TOLERANCE  #: the same, of one seed: its rate is near that of all seeds
 MINIMUM_SHARE = 1 / 64  #: of the first rate: where not even this is held, the answer is 0
 BETTER = 1.01  #: times the best rate so far that a split must hold to be searched
 FIRST_RATE_FACTOR = 1.1  #: times that rate: where the search of this split begins
@@ -47,12 +51,24 @@ ProgressReporter = Callable[[str], None]  #: takes one line for a person
 Json = dict[str, "Json"] | list["Json"] | str | float | bool | None
 
 
+class RateInterval(NamedTuple):
+    """Between which rates per GPU the largest one lies, over seeds and the rates that were tried."""
+
+    low: float
+    high: float
+
+
+NO_INTERVAL = RateInterval(0.0, 0.0)  #: where no rate was found
+
+
 @dataclass(slots=True)
 class HighestRate:
     """The largest rate at which a share of the requests meet their targets."""
 
     rate: float = 0.0  #: per GPU; 0: none was found
     split: FleetSplit = field(default_factory=Split)  #: that holds it
+    #: between which rates it lies, of each seed by itself
+    interval: RateInterval = NO_INTERVAL
 
 
 @dataclass(slots=True)
@@ -76,16 +92,19 @@ class RateBracket(NamedTuple):
     low: float  #: held; 0: no rate was held yet
     high: float  #: not held; inf: every rate was held so far
     next_rate: float
+    growth: float = GROWTH  #: factor from one rate to the next before both ends are known
 
     def narrowed(self, held: bool) -> RateBracket:
         """Return the bracket after `next_rate` was tried."""
         low = self.next_rate if held else self.low
         high = self.high if held else self.next_rate
         if not low:
-            return RateBracket(low, high, self.next_rate / GROWTH)
-        if high == inf:
-            return RateBracket(low, high, self.next_rate * GROWTH)
-        return RateBracket(low, high, (low * high) ** 0.5)
+            next_rate = self.next_rate / self.growth
+        elif high == inf:
+            next_rate = self.next_rate * self.growth
+        else:
+            next_rate = (low * high) ** 0.5
+        return RateBracket(low, high, next_rate, self.growth)
 
     def is_open(self, tolerance: float, minimum: float) -> bool:
         """Return whether the rate is not known well enough yet."""
@@ -123,11 +142,17 @@ class Search:
     # ---- runs ------------------------------------------------------------------------------------
 
     def submit_check(
-        self, split: FleetSplit, rate: float, share: float, seeds: int
+        self, split: FleetSplit, rate: float, share: float, seeds: int, first_seed: int = 0
     ) -> Future[LoadVerdict]:
-        """Ask whether `share` of the requests of the first `seeds` seeds meet their targets."""
+        """Ask whether `share` of the requests of so many seeds meet their targets."""
         future = self.processes.submit(
-            check_load, self.case_number, split, rate=rate, share=share, seeds=seeds
+            check_load,
+            self.case_number,
+            split,
+            rate=rate,
+            share=share,
+            seeds=seeds,
+            first_seed=first_seed,
         )
         future.add_done_callback(lambda done: self._note_check(done, split, rate, share))
         return future
@@ -165,10 +190,33 @@ class Search:
         The search goes by steps from `start` until both ends are known, then by bisection of their
         ratio until they differ by less than `tolerance`, relative.
         """
-        minimum = start * MINIMUM_SHARE
+        bracket = RateBracket(0.0, inf, start)
+        return self._narrow(bracket, split, share, seeds=seeds, tolerance=tolerance).low
+
+    def rate_interval(self, best: HighestRate, share: float) -> RateInterval:
+        """Return between which rates the largest one of a split lies, of each seed by itself."""
+        start = RateBracket(0.0, inf, best.rate, SEED_GROWTH)
+        brackets = [
+            self._narrow(start, best.split, share, seeds=1, tolerance=TOLERANCE, first_seed=seed)
+            for seed in range(self.case.seeds)
+        ]
+        lowest = min(best.rate, *(bracket.low for bracket in brackets))
+        return RateInterval(lowest, max(bracket.high for bracket in brackets))
+
+    def _narrow(
+        self,
+        bracket: RateBracket,
+        split: FleetSplit,
+        share: float,
+        *,
+        seeds: int,
+        tolerance: float,
+        first_seed: int = 0,
+    ) -> RateBracket:
+        """Try rates until the bracket is narrower than `tolerance`, or its low end is hopeless."""
+        minimum = bracket.next_rate * MINIMUM_SHARE
         # Where cores are spare, the two rates that may come next are asked for beforehand.
         checks: dict[float, Future[LoadVerdict]] = {}
-        bracket = RateBracket(0.0, inf, start)
         while bracket.is_open(tolerance, minimum):
             coming = [bracket]
             if self.processes.has_spare_cores:
@@ -176,11 +224,11 @@ class Search:
             for possible in coming:
                 rate = possible.next_rate
                 if rate not in checks and possible.is_open(tolerance, minimum):
-                    checks[rate] = self.submit_check(split, rate, share, seeds)
+                    checks[rate] = self.submit_check(split, rate, share, seeds, first_seed)
             verdict = checks[bracket.next_rate].result()
             bracket = bracket.narrowed(verdict.held)
         _cancel(checks.values())
-        return bracket.low
+        return bracket
 
     def best_split(
         self, candidates: Sequence[FleetSplit], share: float, start: float
@@ -209,6 +257,8 @@ class Search:
             best.rate = self.largest_rate(
                 best.split, share, best.rate, seeds=self.case.seeds, tolerance=TOLERANCE
             )
+        if best.rate:
+            best.interval = self.rate_interval(best, share)
         return best
 
     def _without_worse(
@@ -314,6 +364,8 @@ def policy_entry(result: PolicyResult, bounds: dict[str, float]) -> PolicyEntry:
         entry["g90_per_gpu"] = g90.rate
         entry["g99_per_gpu"] = g99.rate
         entry["g99_split"] = split_text(g99.split)
+        entry["g90_interval"] = list(g90.interval)
+        entry["g99_interval"] = list(g99.interval)
         entry["bound_share"] = _share(g90.rate, bounds["simulated_90"])
         entry["g99_bound_share"] = _share(g99.rate, bounds["simulated_99"])
         if "kernel_90" in bounds:

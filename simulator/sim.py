@@ -36,6 +36,7 @@ from ..protos.frames import (
 )
 from ..router import Router, RouterConfig
 from ..router import events as router_events
+from ..router.first_token import FirstTokenPacer
 from .attempt import SimulatedAttempt
 from .errors import SimulationError
 from .fleet import Faults, Fleet, Split
@@ -141,6 +142,10 @@ class Simulation:
         self.open_requests = 0  #: that have arrived, or will for sure, and have not ended
         self.misses = 0  #: requests that have missed a target so far
         self.decode_sends_first_token = setting.handoff == "decode"
+        #: the gateway's, which holds first tokens back; None: they go out as they come
+        self.pacer: FirstTokenPacer | None = None
+        if setting.config.pace_first_token and not self.decode_sends_first_token:
+            self.pacer = FirstTokenPacer()
         self.handlers = self._make_handlers()
         self._start_fleet()
 
@@ -410,8 +415,25 @@ class Simulation:
             sent_tokens += 1
         if sent_tokens >= attempt.request.output_tokens:
             self._answer_filled(worker, attempt)
-        elif attempt.is_remote:
-            self._start_transfer(worker, attempt)
+        else:
+            if not attempt.is_resumed:
+                self._hold_first_token(attempt)
+            if attempt.is_remote:
+                self._start_transfer(worker, attempt)
+
+    def _hold_first_token(self, attempt: SimulatedAttempt) -> None:
+        """Does the gateway's part: the first token may wait for the second (`first_token.py`).
+
+        The worker that decodes says when the second one comes, and lets the first one out by then.
+        """
+        if self.pacer is not None:
+            attempt.first_token_hold = self.pacer.hold(
+                attempt.first_token_at,
+                deadline=attempt.arrived_at + attempt.ttft_target_s,
+                itl_s=self.slo.itl_s,
+                prompt_tokens=attempt.request.prompt_tokens,
+                handed_over=attempt.is_remote,
+            )
 
     def _answer_filled(self, worker: SimulatedWorker, attempt: SimulatedAttempt) -> None:
         """An answer of one token: nothing has to move."""
@@ -578,6 +600,9 @@ class Simulation:
         request_id, number = attempt.key
         again = SimulatedAttempt(attempt.request, (request_id, number + 1), attempt.arrived_at)
         again.first_token_at = attempt.first_token_at
+        if attempt.first_token_hold is not None:  # nobody knows when the second one comes
+            let_out_at = min(attempt.first_token_hold.release_at, self.now + HOP_S)
+            again.first_token_at = max(let_out_at, attempt.first_token_at)
         again.first_gap_s = attempt.first_gap_s
         again.late_gaps = attempt.late_gaps
         again.counted_as_miss = attempt.counted_as_miss

@@ -65,6 +65,7 @@ class Study:
     )
     router_config: RouterConfig | None = None  #: of a recorded run; None: the cases make one
     early_reject: bool = False  #: refuse late requests at once, where the policy knows them
+    pace_first_token: bool | None = None  #: gateways hold first tokens back; None: by default
 
     @property
     def offered_rate(self) -> float:
@@ -101,6 +102,7 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
             faults=study.faults,
             router_config=study.router_config,
             early_reject=study.early_reject,
+            pace_first_token=study.pace_first_token,
         )
         for variant in study.variants
         for policy in study.policies

@@ -467,6 +467,11 @@ class SimulatedWorker:
             attempt.first_token_at = token_at
             return
         gap_s = token_at - attempt.last_token_at
+        hold = attempt.first_token_hold
+        if hold is not None:  # the client has the first token since it was let out
+            attempt.first_token_hold = None
+            attempt.first_token_at = hold.second_token(token_at)
+            gap_s = token_at - attempt.first_token_at
         if not attempt.first_gap_s:
             attempt.first_gap_s = gap_s
         attempt.late_gaps += gap_s > self.itl_target_s

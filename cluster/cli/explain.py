@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 #: How a decision came about, by its kind: "it" is the request. Other kinds say it by their name.
 KIND_MEANINGS = {"push": "it chose its worker", "pull": "a worker with credit chose it"}
+#: Why a first token went out when it did, by `router.first_token.ReleaseReason`.
+RELEASE_MEANINGS = {
+    "in_time": "the second token was expected within the ITL target",
+    "second_expected": "from then on the second token was expected within the ITL target",
+    "second_came": "the second token came before it was expected",
+    "ttft_target": "the TTFT target allowed no longer wait",
+    "answer_ended": "the answer was complete without a second token",
+    "attempt_failed": "the attempt failed before the second token",
+}
 OUTPUTS = ("text", "json")
 Output = Annotated[str, typer.Option("-o", "--output", help="text or json")]
 
@@ -119,6 +128,11 @@ def _outcome_lines(decision: dict[str, Any]) -> Iterator[str]:
         observed_ms = observed.get(observed_key)
         shown = "-" if observed_ms is None else f"{observed_ms:.1f} ms"
         yield f"  {label:12}{_ms(decision[predicted_key]):>12}{shown:>12}"
+    release = observed.get("first_token_release")
+    if release:
+        held_ms = observed["first_token_held_ms"]
+        reason = RELEASE_MEANINGS.get(release, release)
+        yield f"  first token held for {held_ms:.1f} ms: {reason}"
     if "reason" in observed:
         yield f"  ended: {observed['reason']} after {observed['tokens']} tokens"
 

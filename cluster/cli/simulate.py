@@ -53,6 +53,14 @@ AgreementFlag = Annotated[
 EarlyRejectFlag = Annotated[
     bool, typer.Option("--early-reject", help="Refuse late requests at once: diptych, mooncake.")
 ]
+PacingFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--pace-first-token/--no-pace-first-token",
+        help="Hold first tokens until the second can follow in time. Default: as a cluster does.",
+        show_default=False,
+    ),
+]
 HtmlOption = Annotated[Path | None, typer.Option(help="Write a report with plots.")]
 
 
@@ -79,6 +87,7 @@ def simulate(
     faults: FaultsOption = "",
     agreement: AgreementFlag = False,
     early_reject: EarlyRejectFlag = False,
+    pace_first_token: PacingFlag = None,
     calibrate_from_live: LiveOption = None,
     jobs: JobsOption = None,
     output: OutputOption = "table",
@@ -107,6 +116,7 @@ def simulate(
             faults=faults,
             agreement=agreement,
             early_reject=early_reject,
+            pace_first_token=pace_first_token,
             calibrate_from_live=calibrate_from_live,
             jobs=jobs,
             report_progress=report_progress,

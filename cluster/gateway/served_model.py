@@ -24,6 +24,7 @@ from ...engine.spec import fingerprint, read_json, read_spec
 from ...kv_transfer.identity import block_hashes, partition_salt
 from ...protos import frames
 from ...router.config import CLASSES, GIVE_UP_FACTOR
+from ...router.first_token import FirstTokenPacer
 from ...router.goodput import judge
 from ..config import ClusterConfig
 from ..telemetry import GatewayTally, logs
@@ -164,7 +165,11 @@ class ServedModel:
         # later TTFT target of its own, the generator waits longer.)
         place_limit_s = place_timeout_s + GIVE_UP_FACTOR * config.router.background_wait_s
         self.generator = Generator(
-            plane, config.gateway.max_attempts, place_timeout_s, place_limit_s
+            plane,
+            config.gateway.max_attempts,
+            place_timeout_s,
+            place_limit_s,
+            pacer=FirstTokenPacer() if config.slo.pace_first_token else None,
         )
         #: What handlers give a prepared request to; it keeps answers for clients that come back.
         self.shelf = Shelf(self, config.gateway.resume_s)

@@ -50,6 +50,9 @@ GATEWAY = _metrics_of(
     # A gap lies between two tokens of one answer; "the first" is that before its second token.
     request_itl_seconds=_histogram("Gaps between tokens, the first included", "slo_class"),
     request_first_gap_seconds=_histogram("Between first and second token", "slo_class"),
+    # `reason`: a word of `router.first_token.ReleaseReason`.
+    request_first_token_held_seconds=_histogram("First token held back", "slo_class"),
+    first_tokens_total=_counter("First tokens, by why they went out then", "reason", "slo_class"),
     request_tpot_seconds=_histogram("Mean gap of a request", "slo_class"),
     request_e2e_seconds=_histogram("From arrival to the end", "slo_class"),
     request_prompt_tokens=_histogram("Prompt length in tokens", "slo_class"),

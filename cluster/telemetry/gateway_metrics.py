@@ -56,6 +56,7 @@ class GatewayTally:
             "request_ttft_seconds": ttft_bounds,
             "request_itl_seconds": itl_bounds,
             "request_first_gap_seconds": itl_bounds,
+            "request_first_token_held_seconds": itl_bounds,
             "request_tpot_seconds": itl_bounds,
             "request_e2e_seconds": E2E_S,
             "request_prompt_tokens": TOKENS,
@@ -68,6 +69,8 @@ class GatewayTally:
         }
         #: Requests by the HTTP status that they ended with (or its equivalent), and class.
         self.codes: Counter[tuple[int, str]] = Counter()
+        #: First tokens that the gate let out, by why it did then, and class.
+        self.first_token_releases: Counter[tuple[str, str]] = Counter()
         self.vllm = VllmTally()
         #: Fields of bodies that had no effect, by the API that got them, and by why.
         self.ignored_fields: Counter[tuple[str, str]] = Counter()
@@ -94,6 +97,10 @@ class GatewayTally:
         if request.ttft_s is not None:
             histograms["request_ttft_seconds"].observe(request.ttft_s)
             histograms["request_output_tokens"].observe(request.generated_tokens)
+        times = request.times
+        if times.first_token_release:
+            histograms["request_first_token_held_seconds"].observe(times.first_token_held_s)
+            self.first_token_releases[times.first_token_release, slo_class] += 1
         gaps_s = request.gaps_s
         if gaps_s:
             histograms["request_itl_seconds"].observe_all(gaps_s)
@@ -134,6 +141,9 @@ class GatewayTally:
                 continue
             for name, histogram in histograms.items():
                 yield MetricRow(name, histogram.values(), {"slo_class": slo_class})
+        for (reason, slo_class), count in sorted(self.first_token_releases.items()):
+            labels = {"reason": reason, "slo_class": slo_class}
+            yield MetricRow("first_tokens_total", count, labels)
         for (api, kind), count in sorted(self.ignored_fields.items()):
             yield MetricRow("ignored_fields_total", count, {"api": api, "kind": kind})
         for flaw, count in sorted(self.call_flaws.items()):

@@ -135,6 +135,7 @@ def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
     """One of each part, with something in it."""
     tally, router, control = gateway(), Router(RouterConfig(), 1), ControlTally()
     ended = request([100.5, 100.6])
+    ended.times.first_token_release = "second_came"
     tally.count_ended(ended, outcome_of(ended, "stop"), CODE_COMPLETE)
     tally.count_ignored_fields("chat", {IgnoredKind.UNKNOWN: 1})
     tally.call_flaws[CallFlaw.CUT] += 1

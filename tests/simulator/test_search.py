@@ -26,21 +26,33 @@ class SearchOfKnownLimits(Search):
     """Holds any rate up to its split's own."""
 
     limits = {"6P2D": 0.4, "5P3D": 0.5, "7P1D": 0.2}  # noqa: RUF012
+    better_by_seed = 0.0  #: of its limit, by which each seed holds more than the one before
 
     def __init__(self):
         fleet, slo = h200()
         super().__init__(Case(load_trace("synthetic:50"), fleet, slo))
         self.asked = []
 
-    def submit_check(self, split, rate, share, seeds):
+    def submit_check(self, split, rate, share, seeds, first_seed=0):
         self.asked.append((str(split), rate))
-        return InlineExecutor().submit(LoadVerdict, rate <= self.limits[str(split)], 1.0, 0, 0.0)
+        limit = self.limits[str(split)] * (1 + self.better_by_seed * first_seed)
+        return InlineExecutor().submit(LoadVerdict, rate <= limit, 1.0, 0, 0.0)
 
 
 def test_the_largest_rate_is_found_within_the_tolerance():
     for start in (0.01, 0.39, 5.0):
         found = SearchOfKnownLimits().largest_rate(Split.parse("6P2D"), 0.9, start, 1, 0.02)
         assert 0.4 / 1.02 <= found <= 0.4
+
+
+def test_the_interval_reaches_from_the_worst_seed_to_the_best_one():
+    search = SearchOfKnownLimits()
+    search.better_by_seed = 0.1
+    found = search.best_split([Split.parse("6P2D")], 0.9, 0.1)
+    low, high = found.interval
+    assert 0.4 / 1.015 <= low <= 0.4, "the first seed's"
+    assert 0.48 <= high <= 0.48 * 1.015, "the third one's"
+    assert low <= found.rate <= high
 
 
 def test_a_rate_that_nothing_holds_is_zero():
@@ -131,6 +143,8 @@ def test_a_study_is_a_document_with_a_row_for_each_policy(study):
     for row in rows:
         assert row["variant"] == "policy-only" and row["split"] == "3P1D"
         assert 0 < row["g99_per_gpu"] <= row["g90_per_gpu"]
+        low, high = row["g90_interval"]
+        assert low <= row["g90_per_gpu"] <= high
         assert 0 < row["bound_share"] < 1 and 0 <= row["prefix_hit"] < 1
         assert row["requests_per_s_simulated"] > 0
         assert row["at_rate"]["attainment"] >= 0.9 and len(row["at_rate"]["deciles"]) == 10

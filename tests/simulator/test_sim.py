@@ -1,14 +1,17 @@
 """Whole runs: determinism, nothing lost, faults, hand-over."""
 
+import dataclasses
 import hashlib
 import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 from diptych.simulator.case import Case
 from diptych.simulator.errors import SimulationError
-from diptych.simulator.fleet import Faults, Split
+from diptych.simulator.exact import ExactSimulation
+from diptych.simulator.fleet import Faults, Fleet, Split
 from diptych.simulator.metrics import Slo, summarize
 from diptych.simulator.sim import Simulation
 from diptych.simulator.sources import load_trace
@@ -155,6 +158,32 @@ def test_think_time_makes_turns_wait_for_answers():
     assert second.arrival_s >= first.arrival_s + first.ttft_s + first.tpot_s * 199
 
 
+@pytest.mark.parametrize("kind", [Simulation, ExactSimulation])
+def test_a_first_token_waits_for_the_second_within_its_own_target(kind):
+    """Of each prompt's KV 0.1 s and more are left when it is computed: twice the ITL target."""
+    trace = Trace("t", [TraceRequest(at * 2.0, 1000, 30) for at in range(40)], 64, span_s=80.0)
+    fleet, _ = simple(2)
+    cost = msgspec.structs.replace(fleet.reference.cost, transfer_token=1e-3)
+    slow_links = Fleet(((dataclasses.replace(fleet.reference, cost=cost), 2),))
+
+    def run(ttft_s, paces):
+        slo = Slo.flat(ttft_s, 0.05)
+        case = Case(trace, slow_links, slo, disaggregate="always", pace_first_token=paces)
+        setting = case.setting(Split.parse("1P1D"))
+        return kind(setting, trace).run(trace.workload(0.5, 0))
+
+    plain = run(2.0, paces=False)
+    held = run(2.0, paces=True)
+    assert not any(one.targets_met for one in plain) and all(one.targets_met for one in held)
+    for before, after in zip(plain, held, strict=True):
+        assert after.first_gap_s < 0.05 < before.first_gap_s
+        last_token_s = before.ttft_s + before.tpot_s * 29
+        assert after.ttft_s + after.tpot_s * 29 == pytest.approx(last_token_s, abs=1e-6)
+    tight = run(1.02, paces=True)  # the prompt takes 1 s
+    assert all(one.ttft_s <= one.ttft_target_s for one in tight)
+    assert all(one.ttft_s > before.ttft_s for one, before in zip(tight, plain, strict=True))
+
+
 def test_transfers_share_the_links_of_both_ends():
     """Ten prompts at once from nine prefill workers to one decode worker: KV of one takes 0.1 s."""
     items = [TraceRequest(0.0, 1000, 30) for _ in range(9)]
@@ -162,13 +191,10 @@ def test_transfers_share_the_links_of_both_ends():
     fleet, slo = simple(10)
     case = Case(trace, fleet, slo, "round_robin", disaggregate="always")
     slow = case.fleet.reference.cost
-    import msgspec
-
     cost = msgspec.structs.replace(slow, transfer_token=1e-3)  # 1 s a prompt, as its prefill
     one = type(fleet)(((type(fleet.reference)("H200", 1, cost, 100_000, 1), 10),))
-    setting = Case(trace, one, slo, "round_robin", disaggregate="always").setting(
-        Split.parse("9P1D")
-    )
+    case = Case(trace, one, slo, "round_robin", disaggregate="always", pace_first_token=False)
+    setting = case.setting(Split.parse("9P1D"))
     found = Simulation(setting, trace).run(trace.workload(1.0, 0))
     gaps = sorted(outcome.first_gap_s for outcome in found)
     assert gaps[0] < 0.3 and gaps[-1] > 6.0

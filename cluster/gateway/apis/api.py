@@ -577,6 +577,8 @@ def response_headers(request: Request) -> dict[str, str]:
     """
     queue_ms = (request.times.placed_s - request.times.arrived_s) * 1e3
     timing = {"queue": queue_ms, "prefill": (request.ttft_s or 0.0) * 1e3 - queue_ms}
+    if request.times.first_token_release:
+        timing["first-token-held"] = request.times.first_token_held_s * 1e3
     gaps_s = request.gaps_s
     if gaps_s:
         timing["second-token"] = gaps_s[0] * 1e3

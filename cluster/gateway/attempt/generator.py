@@ -4,7 +4,8 @@ Life of an attempt:
     1. The router is asked for workers (`PlaceAttempt`), and answers with `AttemptPlaced`.
     2. `StartPrefill` and `StartDecode` are sent at the same time.
     3. The first token comes from the prefill worker, the others from the decode worker. Each is
-       journaled, and pushed into the sink of the request.
+       journaled, and pushed into the sink of the request. The first one may wait at a gate, so that
+       the second can follow in time (`first_token_gate.py`).
     4. The attempt is over when all answers have ended, or when a worker fails, dies or hands over.
        Then the request is placed again, with the prompt and the journal.
 
@@ -24,9 +25,11 @@ from functools import partial
 from typing import Any, TypeVar, assert_never
 
 from ....protos import frames
+from ....router.first_token import FirstTokenPacer
 from ....router.goodput import p99
 from ..errors import ApiError
 from .crashes import CrashCount, CrashMemory, crash_error
+from .first_token_gate import FirstTokenGate
 from .plane import AttemptEvent, Inbox, Plane
 from .request import (
     AnswerUpdate,
@@ -168,8 +171,10 @@ class Generator:
         max_attempts: int,
         place_timeout_s: float,
         place_limit_s: float | None = None,
+        pacer: FirstTokenPacer | None = None,
     ) -> None:
         self.plane = plane
+        self.pacer = pacer  #: Holds first tokens back; None: they go out as they come.
         self.max_attempts = max_attempts  #: So many attempts at one request may fail.
         #: Longest wait for the router's answer to `PlaceAttempt` while no router is connected.
         self.place_timeout_s = place_timeout_s
@@ -376,14 +381,22 @@ class Generator:
         sink: PushSink,
     ) -> None:
         """Pushes what the workers say, until all answers have ended or the attempt has failed."""
-        inbox.take_at_once = partial(push_at_once, request, attempt, sink)
+        take_at_once = partial(push_at_once, request, attempt, sink)
+        handed_over = placed.prefill_worker is not None
+        gate = FirstTokenGate(request, self.pacer, handed_over=handed_over)
         prefill_reported = False  # True once the router knows that the prefill worker is done
         while not request.ended:
-            events = [await _within_deadline(request, inbox.get())]
-            while not inbox.empty():
-                events.append(inbox.get_nowait())
+            # Before the gate is open, each frame must come by it.
+            inbox.take_at_once = take_at_once if gate.is_open else None
+            events = await _next_events(request, inbox, until=gate.release_at)
             updates, failure = _journal_events(request, attempt, placed, events)
-            await push_and_drain(sink, updates)
+            # A first token that is held holds up nobody else's prompt: the router hears at once.
+            if failure is None and request.all_answers_begun and not prefill_reported:
+                prefill_reported = True
+                self.plane.link.send(frames.PromptPrefilled(attempt.key))
+            now = time.monotonic()
+            released = gate.pass_on(updates, now, attempt_failed=failure is not None)
+            await push_and_drain(sink, released)
 
             if failure:
                 attempt.failure = failure
@@ -393,9 +406,6 @@ class Generator:
                 if failure.reason in FAULTS_OF_REQUEST:
                     raise ApiError(failure.reason, "prompt and answer exceed the model's context")
                 return
-            if request.all_answers_begun and not prefill_reported:
-                prefill_reported = True
-                self.plane.link.send(frames.PromptPrefilled(attempt.key))
 
     def _check_retries(
         self, request: Request, failure: frames.AttemptFailed, retries: RetryState
@@ -425,6 +435,24 @@ class Generator:
             # Clients get one reason for this case, whatever the failures were: they are in the
             # message.
             raise ApiError("kv_transfer_failed", message)
+
+
+async def _next_events(request: Request, inbox: Inbox, until: float | None) -> list[AttemptEvent]:
+    """Waits for events about an attempt; returns none if the moment `until` comes before them.
+
+    Raises ApiError when the client waits no longer.
+    """
+    try:
+        if until is None:
+            events = [await _within_deadline(request, inbox.get())]
+        else:
+            async with asyncio.timeout_at(until):
+                events = [await _within_deadline(request, inbox.get())]
+    except TimeoutError:
+        return []
+    while not inbox.empty():
+        events.append(inbox.get_nowait())
+    return events
 
 
 def push_at_once(
@@ -538,6 +566,8 @@ def _attempt_outcome(request: Request, attempt: RunningAttempt) -> frames.Attemp
         reason=reason,
         transfer_ms=arrived.busy_ms if arrived else None,
         exposed_ms=arrived.exposed_ms if arrived else None,
+        first_token_held_ms=request.times.first_token_held_s * 1e3,
+        first_token_release=request.times.first_token_release,
     )
 
 

@@ -123,10 +123,14 @@ class Answer:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request arrived and was placed, in seconds of the monotonic clock."""
+    """When a request arrived and was placed, in seconds of the monotonic clock; and its hold."""
 
     arrived_s: float = field(default_factory=time.monotonic)
     placed_s: float = 0.0  #: When the router first named workers; 0 before.
+    #: For how many seconds the first token was held back, and why it then went out. Empty: it has
+    #: not gone out, or was not the gate's to hold (`first_token_gate.py`).
+    first_token_held_s: float = 0.0
+    first_token_release: str = ""
 
 
 @dataclass(slots=True)

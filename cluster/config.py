@@ -373,6 +373,13 @@ class GatewaySettings(ConfigSection):
     body_timeout_s: Positive = 30.0
     #: For this long after a client's connection broke the client may come back for its answer.
     resume_s: Annotated[float, Field(ge=0)] = 60.0
+    #: What may wait of one stream for a client that lags, in MiB; then the stream is cut off, and the
+    #: client may come back for the rest (`resume_s`).
+    unread_mib: Count = 1
+    #: What all answers of a gateway may take of its memory, in MiB: tokens of those that run, what
+    #: clients have not read, and what is kept for clients that come back, which has a quarter of it.
+    #: Above it these are given up; if that is not enough, new requests are refused.
+    answers_mib: Count = 256
     #: How many responses of `/v1/responses` a gateway keeps for `previous_response_id`; 0: none.
     stored_responses: Annotated[int, Field(ge=0)] = 4096
     #: What the kept responses may take of the gateway's memory, in MiB.
@@ -389,6 +396,11 @@ class GatewaySettings(ConfigSection):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_tls_files(self.tls_cert, self.tls_key)
+        if self.unread_mib > self.answers_mib:
+            raise ValueError(
+                f"unread_mib={self.unread_mib} for one stream exceeds answers_mib="
+                f"{self.answers_mib} for all of them"
+            )
         if self.tls_cert and self.listen == "serve":
             raise ValueError("Serve's gRPC proxies know no TLS: no tls_cert, or listen: gateway")
         if "*" in (self.origins or ()) and not self.asks_for_keys:

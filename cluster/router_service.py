@@ -25,6 +25,7 @@ from .config import ClusterConfig
 from .event_log import EventLog
 from .telemetry import Exporter, RouterTally, logs
 from .telemetry.tracing import RoutingSpans, tracer_of
+from .termination import drain_on_sigterm
 from .wire.connection import FrameConnection, FrameListener
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,15 @@ class RouterService:
         self._metrics = Exporter(observability, labels, self._tally.rows)
         await self._metrics.start(node_host())
         self._clock = asyncio.get_running_loop().create_task(self._keep_time())
+        drain_on_sigterm(self._end)
+
+    async def _end(self) -> None:
+        """Leave the field to the next router: its peers tell that one what they have."""
+        self._listener.close()
+        for peer in list(self._peers.values()):
+            peer.abort()
+        if self._log:
+            self._log.flush()
 
     def reconfigure(self, _: Values) -> None:
         """Take the deployment's `user_config`, which is for gateways and Control to read in Serve.
@@ -219,6 +229,7 @@ class RouterService:
         gateway_replies = await self._call_gateways(frames.InspectProcess)
         values = {
             "pid": os.getpid(),
+            "clock_s": time.time(),  # Control compares the clocks of all hosts
             **self.router.statistics(time.monotonic()),
             "recent": recent_percentiles(self.router.decisions.latest(RECENT_REQUESTS)),
             "loading": self._loading,

@@ -57,6 +57,18 @@ class WorkerRow(NamedTuple):
     failed: str = "FAILED"  #: KV transfers that failed, for whatever reason.
 
 
+class GatewayRow(NamedTuple):
+    """One gateway's cells; the defaults are the heading."""
+
+    gateway: str = "GATEWAY"
+    pid: str = "PID"
+    rss: str = "RSS"
+    running: str = "RUNNING"
+    answers: str = "ANSWERS"  #: Memory that answers take, of what they may take.
+    unread: str = "UNREAD"  #: Of this, what waits for clients.
+    cut_off: str = "CUT OFF"  #: Clients that did not read, by reason.
+
+
 def status(
     output: Annotated[str, typer.Option("-o", "--output", help=", ".join(OUTPUTS))] = "table",
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Again, every 2 s.")] = False,
@@ -106,6 +118,10 @@ def show(cluster: dict[str, Any], output: str) -> None:
         for model in models.values():
             if model["router"]:
                 print_table([GOODPUT_COLUMNS, *goodput_rows(model["router"]["goodput"])])
+        # Gateways of an older version say nothing of their memory.
+        gateway_rows = [gateway_row(row) for row in cluster["gateways"] if "answers" in row]
+        if gateway_rows:
+            print_table([GatewayRow(), *gateway_rows])
         worker_rows = [worker_row(worker) for worker in cluster["workers"]]
         print_table([WorkerRow(), *worker_rows])
 
@@ -202,6 +218,21 @@ def worker_row(worker: dict[str, Any]) -> WorkerRow:
         sent=_size(transfer["bytes_sent"]),
         received=_size(transfer["bytes_received"]),
         failed=str(sum(transfer["failures"].values())),
+    )
+
+
+def gateway_row(gateway: dict[str, Any]) -> GatewayRow:
+    """Return the cells of a gateway of the status."""
+    answers = gateway["answers"]
+    cut_off = sorted(answers["cut_off"].items())
+    return GatewayRow(
+        gateway=gateway["id"],
+        pid=str(gateway["pid"]),
+        rss=f"{answers['rss_mib']} MiB",
+        running=str(gateway["requests"]["running"]),
+        answers=f"{_size(answers['held_bytes'])}/{_size(answers['limit_bytes'])}",
+        unread=_size(answers["unread_bytes"]),
+        cut_off=", ".join(f"{count} {reason}" for reason, count in cut_off) or "-",
     )
 
 

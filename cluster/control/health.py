@@ -6,8 +6,9 @@ Each reason is a sentence for an operator. What is missing for serving at all, `
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .orders import WorkerStatistics
 
@@ -16,6 +17,9 @@ TRANSFER_WINDOW_S = 60.0  #: Failed transfers count for so long.
 TRANSFER_FAILURES_MIN = 3
 #: Failures that follow from the end of a worker, which is a reason of its own.
 EXPECTED_FAILURES = ("peer_lost", "cancelled")
+#: Clocks may differ by so much, beyond what the round trip leaves open. With more, logs and traces of
+#: several hosts do not line up. No deadline and no order depends on it.
+CLOCK_DIFFERENCE_LIMIT_S = 0.5
 MEMORY_MIN_BYTES = 512 << 20  #: With less on Control's host, the kernel may soon kill a process.
 
 
@@ -25,6 +29,48 @@ class _FailureSample:
 
     asked_at: float  #: Seconds of a monotonic clock.
     counts: dict[tuple[str, str], int]  #: By worker and reason, since the worker began.
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReadings:
+    """What the clocks of processes said between two looks at Control's own clock.
+
+    All are wall clocks, in seconds since 1970.
+    """
+
+    asked_at_s: float  #: Control's, before anybody was asked.
+    answered_at_s: float  #: Control's, when all had answered.
+    clocks_s: Mapping[str, float]  #: By process.
+
+    def reasons(self) -> list[str]:
+        """Return a sentence if clocks surely differ by more than `CLOCK_DIFFERENCE_LIMIT_S`.
+
+        A process read its clock at any time between the two looks.
+        """
+        # How far each clock is ahead of Control's, at least and at most.
+        earliest_s = {name: clock_s - self.answered_at_s for name, clock_s in self.clocks_s.items()}
+        latest_s = {name: clock_s - self.asked_at_s for name, clock_s in self.clocks_s.items()}
+        earliest_s["Control"] = latest_s["Control"] = 0.0
+        fastest = max(earliest_s, key=lambda name: earliest_s[name])
+        slowest = min(latest_s, key=lambda name: latest_s[name])
+        difference_s = earliest_s[fastest] - latest_s[slowest]
+        if difference_s <= CLOCK_DIFFERENCE_LIMIT_S:
+            return []
+        return [
+            f"clocks differ by {difference_s:.1f} s or more ({fastest} is ahead of {slowest}): "
+            "let chrony or systemd-timesyncd set them"
+        ]
+
+
+def read_clocks(
+    router: Mapping[str, Any] | None, workers: Sequence[WorkerStatistics]
+) -> dict[str, float]:
+    """Return what each process said of its clock; those of an older version say nothing."""
+    processes = [*workers, *(router or {}).get("gateways", [])]
+    clocks_s = {process["id"]: process["clock_s"] for process in processes if "clock_s" in process}
+    if router and "clock_s" in router:
+        clocks_s["router"] = router["clock_s"]
+    return clocks_s
 
 
 class HealthWatch:
@@ -39,6 +85,7 @@ class HealthWatch:
         *,
         serve_answers: bool,
         memory_bytes: int | None,
+        clocks: ClockReadings,
         now: float,
     ) -> list[str]:
         """Return what is wrong at `now`, in seconds of a monotonic clock.
@@ -48,6 +95,7 @@ class HealthWatch:
         reasons = self._transfer_reasons(workers, now)
         if not serve_answers:
             reasons.append("Ray Serve's controller does not answer: lost replicas stay lost")
+        reasons += clocks.reasons()
         if memory_bytes is not None and memory_bytes < MEMORY_MIN_BYTES:
             reasons.append(f"Control's host has {memory_bytes >> 20} MiB of memory left")
         return reasons

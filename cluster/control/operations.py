@@ -28,7 +28,7 @@ from ..gateway.errors import ApiError
 from ..router_service import router_config
 from ..telemetry import ControlTally
 from . import orders
-from .health import HealthWatch
+from .health import ClockReadings, HealthWatch, read_clocks
 from .orders import WorkerStatistics
 from .serve import PoolObservation, PoolScaler, ScaleError
 from .status import summarize
@@ -76,11 +76,14 @@ class Operations:
 
     async def status(self) -> dict[str, Any]:
         """Return the cluster at a glance, as `GET /admin/v1/cluster` has it."""
+        asked_at_s = time.time()
         (router, workers), pools = await asyncio.gather(self.plane.inspect(), self._observe_pools())
+        clocks = ClockReadings(asked_at_s, time.time(), read_clocks(router, workers))
         reasons = self._health.reasons(
             workers,
             serve_answers=self._serve_answers,
             memory_bytes=available_memory(),  # of Control's host: other hosts do not say theirs
+            clocks=clocks,
             now=time.monotonic(),
         )
         summary = summarize(self.config, pools, router, workers, reasons=reasons)

@@ -25,6 +25,7 @@ class GatewayCapacity:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self.running = 0  #: Requests that run now.
+        self.answer_memory_full = False  #: Answers hold more than they may (`answer_memory.py`).
         self.in_threads = 0  #: What is tokenized or compiled now, or waits for that.
         #: Wait for the process that compiles a grammar, so that the event loop need not.
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
@@ -32,6 +33,8 @@ class GatewayCapacity:
 
     def check_room(self) -> None:
         """Raises ApiError if no more requests may run."""
+        if self.answer_memory_full:
+            raise ApiError("queue_full", "answers take all memory that they may have")
         requests = self.running + self.in_threads
         if requests >= self._max_requests:
             raise ApiError("queue_full", f"{requests} requests are running already")

@@ -22,6 +22,7 @@ from ..applications import FindModels, ModelApplication, find_models
 from ..config import ClusterConfig
 from ..router_service import node_host
 from ..telemetry import logs
+from ..termination import drain_on_sigterm
 from .edge import http, rpc
 from .edge.listen import HttpListener
 from .edge.sse import RAW_SEND
@@ -77,11 +78,15 @@ class Gateway:
         self.Generate = calls.Generate
         self.ListModels = calls.ListModels
         self.Check = calls.Check
+        self.service.memory.start()
         self._servers: list[ListeningServer] = []  #: None of its own if Serve's proxies listen.
         if settings.gateway.listen == "gateway":
             listener = HttpListener(self._app, settings.gateway, self.service.peers.tag)
+            self.service.memory.list_connections = lambda: [*listener.connections]
             self._servers = [listener, await rpc.listen(calls, settings.gateway)]
             await listener.start()
+        self._ending: asyncio.Task[None] | None = None  #: Once Serve or SIGTERM ends the gateway.
+        drain_on_sigterm(self.__del__)
         gc.collect()
         gc.freeze()  # else each full collection walks what imports made: 100 ms between two tokens
         gc.set_threshold(*COLLECTOR_THRESHOLDS)
@@ -90,8 +95,13 @@ class Gateway:
         """Ends the gateway: takes no new requests, and gives those that run `DRAIN_S` in all.
 
         What is still open shortly before gets the error `draining`. Serve awaits this method before
-        the replica ends.
+        the replica ends, and SIGTERM calls it; whoever comes second waits for the first.
         """
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         stopping = [asyncio.ensure_future(server.stop(DRAIN_S)) for server in self._servers]
         if stopping:
             await asyncio.wait(stopping, timeout=DRAIN_S - CLOSE_S)

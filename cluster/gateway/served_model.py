@@ -32,8 +32,10 @@ from ..telemetry.gateway_metrics import CODE_CLIENT_LEFT, CODE_COMPLETE, outcome
 from ..telemetry.page import MetricRow
 from ..telemetry.tracing import Tracer, end_request_span
 from ..telemetry.vllm_metrics import cluster_rows
+from .answer_memory import AnswerMemory
 from .apis.parameters import ModelLimits
 from .attempt.generator import Generator
+from .attempt.journal import Journal
 from .attempt.partitions import CachePartitions
 from .attempt.plane import Plane
 from .attempt.request import EndReason, PushSink, Request, SinkError
@@ -93,6 +95,7 @@ class GatewayFacilities:
 
     door: AccessControl  #: Who may call, and how much at a time.
     capacity: GatewayCapacity
+    memory: AnswerMemory  #: What all answers hold together.
     peers: GatewayPeers  #: The other gateways, which may keep an answer that a client wants.
     tracer: Tracer | None = None  #: None: nothing is traced.
 
@@ -172,7 +175,7 @@ class ServedModel:
             pacer=FirstTokenPacer() if config.slo.pace_first_token else None,
         )
         #: What handlers give a prepared request to; it keeps answers for clients that come back.
-        self.shelf = Shelf(self, config.gateway.resume_s)
+        self.shelf = Shelf(self, config.gateway.resume_s, facilities.memory.limits)
         self._partitions = CachePartitions(config.secret)
 
         self.tally = GatewayTally(config, list(config.router.classes or CLASSES))
@@ -243,7 +246,7 @@ class ServedModel:
                 return replace(resume, keep_generating=resume.keep_generating or taken.goes_on)
         if resume.token_ids:
             self._check_received(resume.token_ids, request.sampling)
-            request.answers[0].journal = [frames.Token(id) for id in resume.token_ids]
+            request.answers[0].journal = Journal(frames.Token(id) for id in resume.token_ids)
         return resume
 
     def _check_received(self, token_ids: Sequence[int], sampling: frames.Sampling) -> None:
@@ -408,7 +411,9 @@ class ServedModel:
             "pid": os.getpid(),
             "model": self.name,
             "uptime_s": round(time.time() - self._created, 1),
+            "clock_s": time.time(),  # Control compares the clocks of all hosts
             "metrics": metrics_address,
+            "answers": self._facilities.memory.statistics(),
             "requests": {
                 "running": running,
                 "finished": self.finished,

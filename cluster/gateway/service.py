@@ -19,6 +19,7 @@ from ..telemetry import Exporter
 from ..telemetry.gateway_metrics import OTHER_CLASS
 from ..telemetry.page import MetricRow
 from ..telemetry.tracing import tracer_of
+from .answer_memory import AnswerMemory, limits_of
 from .apis.response_finder import ResponseFinder, answer_peer
 from .apis.response_store import ResponseStore
 from .apis.schema import Reading
@@ -59,9 +60,17 @@ class GatewayService:
         #: The stored responses of all gateways.
         self.finder = ResponseFinder(self.responses, self.peers)
         self.capacity = GatewayCapacity(config.gateway.max_streams)
+        #: What answers hold, and who is cut off when that is too much.
+        self.memory = AnswerMemory(
+            limits_of(config.gateway),
+            self.capacity,
+            lambda: [model.shelf for model in self.models.values()],
+        )
         self.tracer = tracer_of(config.observability, "gateway", name)
         #: What each model is made with.
-        self.facilities = GatewayFacilities(self.door, self.capacity, self.peers, self.tracer)
+        self.facilities = GatewayFacilities(
+            self.door, self.capacity, self.memory, self.peers, self.tracer
+        )
 
         self._refused_codes = Counter[int]()  #: Of requests that no model was found for.
         self.metrics = Exporter(config.observability, {"model": ""}, self._metric_rows)
@@ -125,6 +134,7 @@ class GatewayService:
 
     async def close(self) -> None:
         """Ends the models, the threads, the metrics and the traces. The requests have ended."""
+        await self.memory.close()
         await self.peers.close()
         for model in self.models.values():
             await model.close()
@@ -177,6 +187,7 @@ class GatewayService:
         return self.metrics.render_with([*own_rows, *self._cluster_rows], accept)
 
     def _metric_rows(self) -> Iterator[MetricRow]:
+        yield from self.memory.metric_rows()
         for model in self.models.values():
             yield from model.metric_rows()
         for code, count in sorted(self._refused_codes.items()):

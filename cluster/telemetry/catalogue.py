@@ -64,6 +64,12 @@ GATEWAY = _metrics_of(
     # `flaw`: `unread` came out as content, `cut` and `no_json` are calls all the same.
     tool_call_flaws_total=_counter("Calls that models wrote with a flaw", "flaw"),
     ignored_fields_total=_counter("Fields of requests that had no effect", "api", "kind"),
+    # `kind`: `unread` waits for clients, `kept` is what they have, or may come back for.
+    answer_bytes=_gauge("Memory that answers take, of all models", "kind"),
+    answer_bytes_limit=_gauge("Memory that answers may take (gateway.answers_mib)"),
+    # `reason`: `reader_lags`, `reader_stalled` or `memory_full`.
+    cut_readers_total=_counter("Clients that were cut off as they did not read", "reason"),
+    forgotten_answers_total=_counter("Answers without a reader that were forgotten for room"),
 )
 ROUTER = _metrics_of(
     "router",

@@ -31,8 +31,10 @@ from ..applications import POOL_DEPLOYMENTS, router_finder
 from ..config import ClusterConfig, EngineSettings, PoolConfig
 from ..router_service import node_host
 from ..telemetry import Exporter, logs
+from ..telemetry.process import resident_bytes
 from ..telemetry.tracing import WorkerSpans, tracer_of
 from ..telemetry.worker_metrics import TransportDetector, worker_rows
+from ..termination import drain_on_sigterm
 from ..wire.aliases import worker_alias
 from ..wire.connection import FrameConnection, FrameListener
 from ..wire.router_link import RouterLink
@@ -98,6 +100,8 @@ class WorkerProcess:
             on_frame=self._take_router_frame,
         )
         self._tasks = [self.loop.create_task(self.link.run())]
+        self._ending: asyncio.Task[None] | None = None  #: Once Serve or SIGTERM ends the worker.
+        drain_on_sigterm(self.__del__)
         await self._start()
 
     async def _start(self) -> None:
@@ -419,7 +423,8 @@ class WorkerProcess:
             "gpu": self._card.gpu if self._card else "",
             "state": str(self.lifecycle.phase),
             "note": self.lifecycle.note,
-            "rss_mib": _resident_mib(),
+            "rss_mib": resident_bytes() >> 20,
+            "clock_s": time.time(),  # Control compares the clocks of all hosts
             "cpu_s": round(time.process_time(), 2),
             "flips": self.lifecycle.flips,
             "handed_over": self.lifecycle.handed_over,
@@ -430,8 +435,13 @@ class WorkerProcess:
         """Serve's shutdown hook: the work goes on elsewhere, then the threads stop.
 
         Serve may call it while the constructor still runs: then nothing is handed over, and what
-        was made until then is stopped.
+        was made until then is stopped. SIGTERM does the same; whoever comes second waits for it.
         """
+        if self._ending is None:
+            self._ending = self.loop.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         if self.lifecycle.phase is not WorkerPhase.STARTING:
             self._handle(LeaveOrdered(self.link.connected))
             if self._change_task:
@@ -439,15 +449,6 @@ class WorkerProcess:
         for task in self._tasks:
             task.cancel()
         await self._stops.aclose()
-
-
-def _resident_mib() -> int:
-    """Return the memory of this process in MiB; 0 where /proc is not there."""
-    usage = Path("/proc/self/statm")
-    if not usage.exists():
-        return 0
-    pages = int(usage.read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
 
 
 def _hardware_name(settings: EngineSettings) -> str:

@@ -13,9 +13,12 @@ import httpx
 import pytest
 from diptych.cluster.config import ClusterConfig, ObservabilitySettings
 from diptych.cluster.gateway import service
+from diptych.cluster.gateway.answer_memory import AnswerMemory
 from diptych.cluster.gateway.apis.ignored_fields import IgnoredKind
+from diptych.cluster.gateway.attempt.held_bytes import AnswerLimits
 from diptych.cluster.gateway.attempt.request import Answer, Request
 from diptych.cluster.gateway.attempt.terms import Terms
+from diptych.cluster.gateway.capacity import GatewayCapacity
 from diptych.cluster.gateway.text.formats.parts import CallFlaw
 from diptych.cluster.telemetry import ControlTally, Exporter, GatewayTally, RouterTally
 from diptych.cluster.telemetry.catalogue import METRICS, VLLM_METRICS
@@ -148,10 +151,11 @@ def pages(settings: ObservabilitySettings = BOTH) -> list[Exporter]:
     control.pools = {"prefill": {"running": 1, "target": 2}}
     control.count_scaling("prefill", 1, 2)
     control.flips["prefill", "decode"] += 1
+    memory = AnswerMemory(AnswerLimits(), GatewayCapacity(1), list)
     detector, seen = TransportDetector(lambda: 0), worker_statistics()
     worker = {**BASE, "pool": "decode", "replica": "a"}
     return [
-        Exporter(settings, BASE, lambda: tally.rows(1, 2, 3)),
+        Exporter(settings, BASE, lambda: [*tally.rows(1, 2, 3), *memory.metric_rows()]),
         Exporter(settings, BASE, RouterTally(router).rows),
         Exporter(settings, worker, lambda: worker_rows(seen, detector, 1)),
         Exporter(settings, BASE, control.rows),

@@ -16,6 +16,7 @@ from diptych.cluster.gateway.apis.chat import ChatRequest
 from diptych.cluster.gateway.apis.chat_shape import ChatShape
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt import generator as generators
+from diptych.cluster.gateway.attempt.backlog import Backlog
 from diptych.cluster.gateway.attempt.generator import Generator
 from diptych.cluster.gateway.attempt.plane import Inbox
 from diptych.cluster.gateway.attempt.request import Request
@@ -43,8 +44,8 @@ class Plane:
         self.link, self.cards = self, {}
         self.cancelled: list[bool] = []
 
-    def watch(self, key: f.AttemptKey) -> Inbox:
-        inbox = self.inboxes[key[0]] = Inbox()
+    def watch(self, key: f.AttemptKey, backlog: Backlog | None = None) -> Inbox:
+        inbox = self.inboxes[key[0]] = Inbox(backlog)
         return inbox
 
     def place(self, frame: f.PlaceAttempt) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from diptych.cluster.gateway.attempt import resume as r
 from diptych.cluster.gateway.attempt import shelf as shelves
+from diptych.cluster.gateway.attempt.held_bytes import AnswerLimits
 from diptych.cluster.gateway.attempt.request import AnswerUpdate, PushSink, Request, push_and_drain
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.gateway.errors import ApiError
@@ -63,15 +64,17 @@ class Source:
 
 
 def play(
-    test: Callable[[Source, shelves.Shelf], Coroutine[Any, Any, None]], window_s: float = 60.0
+    test: Callable[[Source, shelves.Shelf], Coroutine[Any, Any, None]],
+    window_s: float = 60.0,
+    limits: AnswerLimits = AnswerLimits(),
 ):
     async def bounded() -> None:
         source = Source()
-        shelf = shelves.Shelf(source, window_s)
+        shelf = shelves.Shelf(source, window_s, limits)
         async with asyncio.timeout(10):
             await test(source, shelf)
         shelf.close()
-        assert len(shelf) == 0 and shelf._unread_weight == 0
+        assert len(shelf) == 0 and shelf._unread_bytes == 0
 
     asyncio.run(bounded())
 
@@ -365,7 +368,7 @@ def test_without_a_window_nothing_is_kept() -> None:
     play(test, window_s=0.0)
 
 
-def test_the_oldest_is_forgotten_when_there_is_too_much(monkeypatch) -> None:
+def test_the_oldest_is_forgotten_when_there_is_too_much() -> None:
     async def test(source: Source, shelf: shelves.Shelf) -> None:
         source.let(999)
         for number in range(5):
@@ -376,8 +379,9 @@ def test_the_oldest_is_forgotten_when_there_is_too_much(monkeypatch) -> None:
         ]
         assert kept[:3] == [20, 20, 20] and kept[3:] == [0, 0]
 
-    monkeypatch.setattr(shelves, "WEIGHT_MAX", 3 * 23)
-    play(test)
+    # Three ids of a prompt take 120 bytes, and twenty of an answer 80. A quarter of the gateway's
+    # limit is for those without a reader.
+    play(test, limits=AnswerLimits(gateway_bytes=4 * 3 * 200))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from diptych.cluster.config import ClusterConfig
+from diptych.cluster.gateway.attempt.held_bytes import AnswerLimits
 from diptych.cluster.gateway.attempt.request import PushSink, Request, SinkError
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.served_model import ServedModel
@@ -25,6 +26,7 @@ def served_model() -> ServedModel:
     facilities: Any = SimpleNamespace(
         door=SimpleNamespace(generating=lambda key, answers: nullcontext()),
         capacity=SimpleNamespace(running_request=nullcontext),
+        memory=SimpleNamespace(limits=AnswerLimits(), statistics=dict),
         tracer=None,
     )
     return ServedModel(ClusterConfig(), files, "demo", plane, facilities=facilities)

@@ -34,7 +34,7 @@ class ScriptedPlane:
     def router_connected(self) -> bool:
         return self.connected_router
 
-    def watch(self, key: f.AttemptKey) -> asyncio.Queue:
+    def watch(self, key: f.AttemptKey, backlog: object = None) -> asyncio.Queue:
         return self.inboxes.setdefault(key, asyncio.Queue())
 
     def place(self, frame: f.PlaceAttempt) -> None:

@@ -25,6 +25,7 @@ from diptych.cluster.applications import ModelApplication
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway import gateway as gateways
 from diptych.cluster.gateway import model_directory
+from diptych.cluster.gateway.attempt.backlog import Backlog
 from diptych.cluster.gateway.attempt.plane import Inbox
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.gateway import Gateway
@@ -77,8 +78,8 @@ class Workers:
 
     # ---- what a gateway asks of its plane --------------------------------------------------------
 
-    def watch(self, key: f.AttemptKey) -> Inbox:
-        inbox = self._inboxes[key] = Inbox()
+    def watch(self, key: f.AttemptKey, backlog: Backlog | None = None) -> Inbox:
+        inbox = self._inboxes[key] = Inbox(backlog)
         return inbox
 
     def alias(self, worker: str) -> str:

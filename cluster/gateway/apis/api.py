@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ..attempt.generator import run_together
+from ..attempt.held_bytes import ReaderCutOff
 from ..attempt.request import Request, SinkError
 from ..attempt.resume import NOT_RESUMED, Resume, event_id_of
 from ..attempt.terms import Terms
@@ -353,7 +354,10 @@ class Api:
             return CallStream(call, answers)
 
         collector = DeltaCollector()
-        await sse.while_connected(http.receive, answers.push_into(collector))
+        try:
+            await sse.while_connected(http.receive, answers.push_into(collector))
+        except ReaderCutOff as cut_off:
+            raise cut_off_error(cut_off) from None
         answer = call.shape.whole(collector.joined(), answers.used_tokens)
         return _json(answer, call.headers())
 
@@ -433,8 +437,10 @@ class CallStream(sse.EventStream):
             if not body.begun.done():
                 raise  # the head is not sent, so the error has a status of its own
             await body.write(encoder.error(error))
-        except sse.Stalled:
-            raise  # the client takes nothing, an error neither
+        except ReaderCutOff as cut_off:
+            if not body.begun.done():
+                raise cut_off_error(cut_off) from None
+            raise  # the client does not read, an error neither
         except Exception as error:
             if not body.begun.done():
                 raise
@@ -524,6 +530,10 @@ class EventWriter:
         data = self._encoder.deltas(deltas)
         return self._body.write_now(data) if data else True
 
+    @property
+    def held_bytes(self) -> int:
+        return self._body.held_bytes
+
     def skip_deltas(self, deltas: list[TextDelta]) -> None:
         # Events are made and dropped, so that the shape goes on behind them: it counts calls, say.
         if not self._begun:
@@ -534,6 +544,11 @@ class EventWriter:
 
     async def drain(self) -> None:
         await self._body.drain()
+
+
+def cut_off_error(cut_off: ReaderCutOff) -> ApiError:
+    """Return the error of an answer that is given up while its client can still be told."""
+    return ApiError("no_capacity", f"the gateway has no room for this answer: {cut_off}")
 
 
 def check_content_type(content_type: str) -> None:

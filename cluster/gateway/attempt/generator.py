@@ -51,6 +51,8 @@ FAULTS_OF_REQUEST = {"context_length_exceeded"}
 HANDOVER_REASONS = {frames.HANDOVER, "draining", "wrong_role", "silent"}
 #: So often one request may be handed over: it must not circle for ever among draining workers.
 HANDOVERS_MAX = 16
+#: Events of an attempt that are taken from its inbox before the client gets their tokens.
+EVENTS_AT_ONCE = 8
 BACKOFF_S = 0.02  #: after the first failed attempt; doubles with each
 #: After attempts that were handed over the wait doubles so often at most, to 1.3 s. The few that
 #: may fail need no such limit.
@@ -145,6 +147,10 @@ class PartSink:
         self._sink = sink
         self._answer_index = answer_index
 
+    @property
+    def held_bytes(self) -> int:
+        return self._sink.held_bytes
+
     def push(self, updates: list[AnswerUpdate]) -> bool:
         return self._sink.push(self._renumbered(updates))
 
@@ -227,7 +233,7 @@ class Generator:
             self.check_open()
             attempt = request.begin_attempt()
             tokens_before = request.generated_tokens
-            inbox = self.plane.watch(attempt.key)
+            inbox = self.plane.watch(attempt.key, request.backlog)
             try:
                 place = self._place(request, attempt, retries, inbox)
                 placed = await _within_deadline(request, place)
@@ -450,7 +456,8 @@ async def _next_events(request: Request, inbox: Inbox, until: float | None) -> l
                 events = [await _within_deadline(request, inbox.get())]
     except TimeoutError:
         return []
-    while not inbox.empty():
+    # What a client lags by is unpacked as the client takes it.
+    while not inbox.empty() and len(events) < EVENTS_AT_ONCE:
         events.append(inbox.get_nowait())
     return events
 

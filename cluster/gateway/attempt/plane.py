@@ -24,10 +24,13 @@ from ...wire.aliases import worker_alias
 from ...wire.connection import FrameConnection, dial
 from ...wire.router_link import RouterLink
 from ..errors import ApiError
+from .backlog import Backlog, PackedTokens, frame_bytes, is_packable
 from .fallback import FALLBACK_AFTER_S, KnownWorker, place_without_router
 
 log = logging.getLogger(__name__)
 
+#: So many events wait in an inbox as they are; behind them tokens are packed.
+UNPACKED_EVENTS = 8
 REDIAL_S = 0.5  #: between two tries to connect to a worker
 CALL_TIMEOUT_S = 2.0  #: for a peer to answer a call, unless the caller says otherwise
 
@@ -47,10 +50,18 @@ async def close_nothing() -> None:
 
 
 class Inbox:
-    """Events about one attempt, in order, for the one task that waits for them."""
+    """Events about one attempt, in order, for the one task that waits for them.
 
-    def __init__(self) -> None:
-        self._events: deque[AttemptEvent] = deque()
+    They count in `backlog` while they wait. Behind the first few, whose task is about to run, the
+    tokens of a client that lags are packed: as objects they took ten times as much, and left holes
+    in Python's memory that the system never got back.
+    """
+
+    def __init__(self, backlog: Backlog | None = None) -> None:
+        self._events: deque[AttemptEvent | PackedTokens] = deque()
+        #: By answer, what further tokens may join: behind it there are tokens only.
+        self._packs: dict[int, PackedTokens] = {}
+        self._backlog = backlog or Backlog()
         self._waiter: asyncio.Future[None] | None = None  #: There while the task waits.
         #: If set, this is asked first while the task waits and nothing is queued. An event that it
         #: takes (True) wakes nobody. It must not raise.
@@ -61,16 +72,44 @@ class Inbox:
         waiter = self._waiter
         # The task is busy, or woken already: it will look at the queue, where order must hold.
         if waiter is None or waiter.done():
-            self._events.append(event)
+            self._append(event)
         elif self.take_at_once is None or not self.take_at_once(event):
-            self._events.append(event)
+            self._append(event)
             waiter.set_result(None)
+
+    def _append(self, event: AttemptEvent) -> None:
+        if len(self._events) < UNPACKED_EVENTS or not is_packable(event):
+            self._events.append(event)
+            self._packs.clear()
+            self._backlog.add(frame_bytes(event))
+            return
+        pack = self._packs.get(event.answer_index)
+        if pack is None or not pack.can_take(event):
+            pack = self._packs[event.answer_index] = PackedTokens(event)
+            self._events.append(pack)
+            self._backlog.add(pack.nbytes)
+            return
+        bytes_before = pack.nbytes
+        pack.take(event)
+        self._backlog.add(pack.nbytes - bytes_before)
 
     def empty(self) -> bool:
         return not self._events
 
     def get_nowait(self) -> AttemptEvent:
-        return self._events.popleft()
+        event = self._events.popleft()
+        if not isinstance(event, PackedTokens):
+            self._backlog.add(-frame_bytes(event))
+            return event
+        if self._packs.get(event.answer_index) is event:
+            del self._packs[event.answer_index]
+        self._backlog.add(-event.nbytes)
+        return event.unpacked()
+
+    def clear(self) -> None:
+        """Drops all events, as nobody waits for them any more."""
+        while self._events:
+            self.get_nowait()
 
     async def get(self) -> AttemptEvent:
         """Waits for the next event and takes it. Only one task may wait."""
@@ -80,7 +119,7 @@ class Inbox:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._events.popleft()
+        return self.get_nowait()
 
 
 class Plane:
@@ -184,12 +223,12 @@ class Plane:
 
     # ---- attempts --------------------------------------------------------------------------------
 
-    def watch(self, key: frames.AttemptKey) -> Inbox:
+    def watch(self, key: frames.AttemptKey, backlog: Backlog | None = None) -> Inbox:
         """Returns the inbox that an attempt's events go to until `forget`.
 
-        The inbox needs no bound, as it gets one event per token at most.
+        What waits in it counts in the request's `backlog`, which has a limit.
         """
-        inbox = Inbox()
+        inbox = Inbox(backlog)
         self._inboxes[key] = inbox
         self._attempt_workers[key] = set()
         return inbox
@@ -226,7 +265,9 @@ class Plane:
     def forget(self, outcome: frames.AttemptOutcome, cancel: bool) -> None:
         """Ends an attempt and tells the router; with `cancel` the workers are told too."""
         key = outcome.attempt_key
-        self._inboxes.pop(key, None)
+        inbox = self._inboxes.pop(key, None)
+        if inbox is not None:
+            inbox.clear()
         self._unplaced.pop(key, None)
         self.link.send(outcome)
         for worker in self._attempt_workers.pop(key, set()):

@@ -21,7 +21,12 @@ import msgspec
 from ....engine.sequence import sampling_of_answer
 from ....kv_transfer.identity import HASH_TOKENS, block_hashes
 from ....protos import frames
+from .backlog import Backlog
+from .journal import Journal
 from .terms import Terms
+
+#: About what a prompt takes by token: an id in a list, and its share of the hashes.
+PROMPT_TOKEN_BYTES = 40
 
 
 class EndReason(StrEnum):
@@ -54,6 +59,10 @@ class PushSink(Protocol):
     an exception: they do not raise. An error is kept, and the next `drain` raises a SinkError.
     """
 
+    @property
+    def held_bytes(self) -> int:
+        """About how many bytes the sink holds for the client now."""
+
     def push(self, updates: list[AnswerUpdate]) -> bool:
         """Sends new tokens towards the client, without waiting for it.
 
@@ -81,7 +90,7 @@ class Answer:
     """One of the `n` answers to a request."""
 
     #: All tokens of the answer, in order.
-    journal: list[frames.Token] = field(default_factory=list)
+    journal: Journal = field(default_factory=Journal)
     #: Why the workers ended the answer: stop or length.
     finish_reason: str | None = None
     #: True once the gateway wants no more of the answer, as its text is complete.
@@ -164,7 +173,7 @@ class RequestInput:
     #: without a name.
     cache_partition: bytes = b""
 
-    def continued(self, journal: list[frames.Token]) -> RequestInput:
+    def continued(self, journal: Journal) -> RequestInput:
         """Returns the input of an attempt that goes on behind `journal`: its tokens join the
         prompt.
         """
@@ -237,6 +246,7 @@ class Request(RequestInput):
         #: How long the KV transfer took, of the last attempt that had one.
         self.prompt_arrived: frames.PromptArrived | None = None
 
+        self.backlog = Backlog()  #: What is generated, and waits for the client.
         #: W3C traceparent for the processes that work for the request; empty: it is not traced.
         self.trace = ""
         #: True once its latencies are in the metrics; a client may come back after that.
@@ -273,7 +283,7 @@ class Request(RequestInput):
         self.route = other.route
         self.hit_tokens = other.hit_tokens
         for answer, other_answer in zip(self.answers, other.answers, strict=True):
-            answer.journal = list(other_answer.journal)
+            answer.journal = other_answer.journal.copy()
             answer.finish_reason = other_answer.finish_reason
 
     def adopt_taken(self, taken: frames.AnswerTaken) -> None:
@@ -281,7 +291,7 @@ class Request(RequestInput):
         self.prompt_logprobs = list(taken.prompt_logprobs)
         self.hit_tokens = taken.hit_tokens
         for answer, journal in zip(self.answers, taken.journals, strict=True):
-            answer.journal = list(journal.tokens)
+            answer.journal = Journal(journal.tokens)
             answer.finish_reason = journal.finish_reason
 
     def part(self, answer_index: int) -> Request:
@@ -302,6 +312,7 @@ class Request(RequestInput):
             answers=[self.answers[answer_index]],
         )
         part.times = self.times
+        part.backlog = self.backlog
         part.prompt_logprobs = self.prompt_logprobs
         part.failures = self.failures
         part.workers = list(self.workers)
@@ -338,6 +349,15 @@ class Request(RequestInput):
     def generated_tokens(self) -> int:
         """The number of tokens of all answers."""
         return sum(len(answer.journal) for answer in self.answers)
+
+    @property
+    def kept_bytes(self) -> int:
+        """About how many bytes the prompt and the tokens so far take."""
+        answers_bytes = sum(
+            answer.journal.nbytes + answer.token_times.itemsize * len(answer.token_times)
+            for answer in self.answers
+        )
+        return PROMPT_TOKEN_BYTES * len(self.prompt_ids) + answers_bytes
 
     # ---- times -----------------------------------------------------------------------------------
 

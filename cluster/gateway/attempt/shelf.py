@@ -8,6 +8,7 @@ the same request again, and goes on where it was. Life of a kept answer:
     3. Asked for again: the reader gets the journal behind what it has, and what is missing is
        generated. A reader that is still there is sent away: its connection is one that broke.
     4. `window_s` after the last reader has left, the answer is forgotten.
+A reader for whom too much waits is cut off (`held_bytes.py`), and may come back as in 3.
 A gateway that does not know the answer takes it from the one that has it. If none has, it generates
 the answer again, and the reader gets what it lacks: the default seed derives from the request id,
 so the tokens are the same. A client that sends the ids it has spares the gateway that.
@@ -17,7 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -25,12 +28,17 @@ import msgspec
 from ....protos import frames
 from ..errors import ApiError
 from ..text.answers import Output
+from .held_bytes import AnswerLimits, CutReason, HeldBytes, ReaderCutOff
 from .request import AnswerUpdate, PushSink, Request
 from .resume import Cursor, Resume
 
-#: Of all answers without a reader: ids of prompts, tokens and their logprobs; about 100 bytes each.
-WEIGHT_MAX = 1 << 18
+#: What an answer may have that is sent to another gateway: ids of prompts, tokens and their
+#: logprobs; about 10 bytes each.
+GIVEN_MAX = 1 << 18
+#: Of an answer that is in the journal already, a reader gets so many tokens at a time.
+PUSHED_TOKENS = 256
 
+DEFAULT_LIMITS = AnswerLimits()
 AnswerName = tuple[str, str]  #: tenant and request id
 
 
@@ -61,7 +69,11 @@ class KeptAnswer:
     #: Set, and replaced by a new one, each time that the journal grows or the task ends.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     forget: asyncio.TimerHandle | None = None  #: Runs while there is no reader, then forgets this.
-    weight: int = 0  #: What it counts of `WEIGHT_MAX` while there is no reader.
+    unread_bytes: int = 0  #: What it counts of the shelf's limit while there is no reader.
+
+    @property
+    def held_bytes(self) -> int:
+        return 0
 
     def push(self, updates: list[AnswerUpdate]) -> bool:
         self.wake_readers()
@@ -99,6 +111,10 @@ class CatchUpSink:
         self.caught_up = False  #: True once tokens pass.
         self.try_to_catch_up()
 
+    @property
+    def held_bytes(self) -> int:
+        return self._sink.held_bytes
+
     def push(self, updates: list[AnswerUpdate]) -> bool:
         if self.caught_up:
             return self._sink.push(updates)
@@ -125,21 +141,62 @@ class CatchUpSink:
             self._sink.push(updates)
 
 
+class Reader:
+    """One connection that reads a request's answers, in the task that makes this object."""
+
+    def __init__(self, kept: KeptAnswer, sink: PushSink) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.kept = kept
+        self.sink = sink
+        #: How much of each answer the reader of an answer that goes on has; else empty.
+        self.position: list[Cursor] = []
+        self.cut_reason: CutReason | None = None  #: Why it is cut off.
+        self._task = task
+        self._cancels_before = task.cancelling()
+
+    def cut_off(self, reason: CutReason) -> None:
+        """Cancels the reader's task; `push_answers` then raises ReaderCutOff."""
+        if self.cut_reason is None:
+            self.cut_reason = reason
+            self._task.cancel()
+
+    def take_cancel(self) -> bool:
+        """Returns whether nobody but `cut_off` has cancelled the task, and takes that back."""
+        return self.cut_reason is not None and self._task.uncancel() <= self._cancels_before
+
+    @property
+    def lagging_bytes(self) -> int:
+        """What waits for this reader in inboxes, or in the journal behind its position."""
+        request = self.kept.request
+        journal_bytes = 0
+        for cursor, answer in zip(self.position, request.answers, strict=False):
+            unread_tokens = len(answer.journal) - cursor.tokens
+            journal_bytes += unread_tokens * answer.journal.nbytes // max(len(answer.journal), 1)
+        return journal_bytes + request.backlog.bytes
+
+
 class Shelf:
     """Keeps answers by tenant and request id, `window_s` seconds after their last reader has left.
 
     `window_s` 0: nothing is kept. `source` generates what an answer lacks.
     """
 
-    def __init__(self, source: AnswerSource, window_s: float) -> None:
+    def __init__(
+        self, source: AnswerSource, window_s: float, limits: AnswerLimits = DEFAULT_LIMITS
+    ) -> None:
         self._source = source
         self._window_s = window_s
+        self._limits = limits
         self._kept: dict[AnswerName, KeptAnswer] = {}
         #: Those without a reader, in the order in which the last one left: the first is dropped
         #: first when they weigh too much.
         self._unread: dict[AnswerName, KeptAnswer] = {}
-        self._unread_weight = 0  #: The sum of their weights, at most `WEIGHT_MAX`.
+        self._unread_bytes = 0  #: The sum of their bytes, at most the limit of kept answers.
+        self._readers: dict[Reader, None] = {}  #: Those that read now.
         self.resumed = 0  #: How many requests found a kept answer.
+        self.cut_readers = Counter[str]()  #: Readers that were cut off, by reason.
+        self.forgotten = 0  #: Answers that were forgotten before their window ended, for room.
 
     def find(self, request: Request, output: Output, resume: Resume) -> Request:
         """Returns the request to read: `request`, which now has what is kept under its name.
@@ -190,7 +247,7 @@ class Shelf:
         if kept is None or digest_of(kept.request, kept.output) != frame.digest:
             return frames.AnswerTaken(frame.call_id)
         request = kept.request
-        if _weight(request) > WEIGHT_MAX:
+        if _weight(request) > GIVEN_MAX:
             return frames.AnswerTaken(frame.call_id)
         taken = frames.AnswerTaken(
             frame.call_id,
@@ -213,37 +270,68 @@ class Shelf:
         """Pushes all answers into `sink`; replays, first, what a client with `cursors` has.
 
         A request that the shelf does not keep is generated without being kept. Cancelling ends the
-        answers, if nobody else reads them and they are not to go on. Raises ApiError and SinkError.
+        answers, if nobody else reads them and they are not to go on. Raises ApiError, SinkError,
+        and ReaderCutOff when too much waits for the reader.
         """
         name = _name(request)
         kept = self._kept.get(name)
         if kept is None or kept.request is not request:
             kept = KeptAnswer(request, Output())
-        self._with_reader(name, kept)
+        reader = Reader(kept, sink)
+        self._with_reader(name, kept, reader)
         try:
             if kept.goes_on:
-                await self._follow(kept, sink, cursors)
+                await self._follow(reader, cursors)
             else:
-                await self._generate(kept.request, sink, cursors)
+                await self._generate(reader, cursors)
+        except asyncio.CancelledError:
+            if not reader.take_cancel():
+                raise
+            assert reader.cut_reason is not None
+            self.cut_readers[reader.cut_reason] += 1
+            raise ReaderCutOff(reader.cut_reason) from None
+        except ReaderCutOff as cut_off:
+            self.cut_readers[cut_off.reason] += 1
+            raise
         finally:
+            del self._readers[reader]
             kept.readers -= 1
             self._without_reader(name, kept)
 
-    async def _generate(
-        self, request: Request, sink: PushSink, cursors: tuple[Cursor, ...]
-    ) -> None:
+    async def _generate(self, reader: Reader, cursors: tuple[Cursor, ...]) -> None:
         """Pushes what is journaled, and then what comes."""
+        request = reader.kept.request
+        sink = reader.sink
+        request.backlog.limit_bytes = self._limits.stream_bytes
+        request.backlog.on_overflow = partial(reader.cut_off, CutReason.READER_LAGS)
         journaled = any(answer.journal or answer.ended for answer in request.answers)
         if cursors or journaled:
-            catch_up = CatchUpSink(request, sink, cursors)
-            await catch_up.drain()
-            if not catch_up.caught_up:
-                sink = catch_up
+            targets = _padded(cursors, request)
+            if _reached(request, targets):
+                await self._push_journal(reader, cursors, targets)
+            else:
+                sink = CatchUpSink(request, sink, cursors)
         if not request.ended:
             await self._source.run(request, sink)
 
-    async def _follow(self, kept: KeptAnswer, sink: PushSink, cursors: tuple[Cursor, ...]) -> None:
+    async def _push_journal(
+        self, reader: Reader, cursors: tuple[Cursor, ...], targets: list[Cursor]
+    ) -> None:
+        """Replays the client's share of the journal, and pushes what is behind it."""
+        request = reader.kept.request
+        position = reader.position = _beginning(request)
+        if cursors:
+            reader.sink.replay(advance(request, position, targets))
+            await reader.sink.drain()
+        while updates := advance(request, position, tokens_limit=PUSHED_TOKENS):
+            reader.sink.push(updates)
+            await reader.sink.drain()
+        if not reader.kept.goes_on:
+            reader.position = []
+
+    async def _follow(self, reader: Reader, cursors: tuple[Cursor, ...]) -> None:
         """Pushes what the answer's own task generates, at the reader's pace."""
+        kept = reader.kept
         request = kept.request
         request.shared = True
         if kept.task is None and not request.ended:
@@ -253,15 +341,12 @@ class Shelf:
         targets = _padded(cursors, request)
         while not _reached(request, targets):
             await kept.wait_for_change()
-        position = _beginning(request)
-        if cursors:
-            sink.replay(advance(request, position, targets))
-            await sink.drain()
+        await self._push_journal(reader, cursors, targets)
         while True:
-            updates = advance(request, position)
+            updates = advance(request, reader.position, tokens_limit=PUSHED_TOKENS)
             if updates:
-                sink.push(updates)
-                await sink.drain()
+                reader.sink.push(updates)
+                await reader.sink.drain()
             elif request.ended:
                 return
             else:
@@ -277,33 +362,71 @@ class Shelf:
             kept.task = None
             kept.wake_readers()
 
-    def _with_reader(self, name: AnswerName, kept: KeptAnswer) -> None:
+    def _with_reader(self, name: AnswerName, kept: KeptAnswer, reader: Reader) -> None:
         """Counts one more reader, which stops the window."""
+        self._readers[reader] = None
         kept.readers += 1
         if kept.forget:
             kept.forget.cancel()
             kept.forget = None
         if self._unread.get(name) is kept:
             del self._unread[name]
-            self._unread_weight -= kept.weight
+            self._unread_bytes -= kept.unread_bytes
 
     def _without_reader(self, name: AnswerName, kept: KeptAnswer) -> None:
         """Starts the window of an answer that nobody reads, and keeps the bound of all of them."""
         if kept.readers or self._kept.get(name) is not kept:
             return
-        kept.weight = _weight(kept.request)
+        kept.unread_bytes = kept.request.kept_bytes
         loop = asyncio.get_running_loop()
         kept.forget = loop.call_later(self._window_s, self._drop, name)
         self._unread[name] = kept
-        self._unread_weight += kept.weight
-        while self._unread_weight > WEIGHT_MAX:
+        self._unread_bytes += kept.unread_bytes
+        self._keep_limit()
+
+    def _keep_limit(self) -> None:
+        """Forgets answers without a reader until all of them keep their limit."""
+        while self._unread_bytes > self._limits.kept_bytes:
             self._drop(next(iter(self._unread)))
+            self.forgotten += 1
+
+    def held(self) -> list[HeldBytes[Reader | KeptAnswer]]:
+        """Returns what all answers hold now: those without a reader first, as they were left.
+
+        Answers that go on without a reader are measured anew, and forgotten beyond the limit.
+        """
+        for kept in self._unread.values():
+            if kept.goes_on:
+                self._unread_bytes -= kept.unread_bytes
+                kept.unread_bytes = kept.request.kept_bytes
+                self._unread_bytes += kept.unread_bytes
+        self._keep_limit()
+        held: list[HeldBytes[Reader | KeptAnswer]] = [
+            HeldBytes(kept, kept.unread_bytes, has_reader=False) for kept in self._unread.values()
+        ]
+        counted = set[int]()  # Several readers may read one answer, which counts once.
+        for reader in self._readers:
+            kept_bytes = 0
+            if id(reader.kept) not in counted:
+                counted.add(id(reader.kept))
+                kept_bytes = reader.kept.request.kept_bytes
+            lagging_bytes = reader.lagging_bytes
+            unread_bytes = lagging_bytes + reader.sink.held_bytes
+            held.append(HeldBytes(reader, kept_bytes, unread_bytes, lagging_bytes=lagging_bytes))
+        return held
+
+    def forget(self, kept: KeptAnswer) -> None:
+        """Forgets an answer without a reader before its window ends."""
+        name = _name(kept.request)
+        if self._unread.get(name) is kept:
+            self._drop(name)
+            self.forgotten += 1
 
     def _drop(self, name: AnswerName) -> None:
         """Forgets an answer, and ends its generating if it goes on."""
         kept = self._kept.pop(name)
         if self._unread.pop(name, None):
-            self._unread_weight -= kept.weight
+            self._unread_bytes -= kept.unread_bytes
         if kept.forget:
             kept.forget.cancel()
         if kept.task:
@@ -375,16 +498,23 @@ def _reached(request: Request, targets: list[Cursor]) -> bool:
 
 
 def advance(
-    request: Request, position: list[Cursor], targets: list[Cursor] | None = None
+    request: Request,
+    position: list[Cursor],
+    targets: list[Cursor] | None = None,
+    *,
+    tokens_limit: int | None = None,
 ) -> list[AnswerUpdate]:
     """Returns the tokens between a reader's position and `targets`, and advances the position.
 
-    Without `targets` it returns all tokens, and the ends of answers, behind the position.
+    Without `targets` it returns all tokens, and the ends of answers, behind the position; of each
+    answer `tokens_limit` tokens at most.
     """
     updates = []
     for index, answer in enumerate(request.answers):
         cursor = position[index]
         target = targets[index] if targets else Cursor(len(answer.journal), ended=True)
+        if tokens_limit is not None and target.tokens > cursor.tokens + tokens_limit:
+            target = Cursor(cursor.tokens + tokens_limit)
         tokens = answer.journal[cursor.tokens : target.tokens]
         finish_reason = answer.finish_reason if target.ended and not cursor.ended else None
         if tokens or finish_reason:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import uvicorn
@@ -21,8 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...config import GatewaySettings
+from ..attempt.held_bytes import CutReason
 from .guard import ARRIVED_SCOPE_KEY, HEADERS_MAX
-from .sse import RAW_SEND
+from .sse import ABORT, RAW_SEND, STALL_S
+
+log = logging.getLogger(__name__)
 
 HEADERS_TIMEOUT_S = 10.0  #: A client has this long to send the headers of a request.
 #: A connection may send so many bytes before a request's headers are complete: what the guard
@@ -35,6 +39,9 @@ KEEP_ALIVE_S = 75
 #: longest is closed, which leaves files to others.
 RESTING_CONNECTIONS_MAX = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 BACKLOG = 2048  #: Connections that the kernel holds until the server accepts them.
+#: The kernel takes so much of a connection that is not sent yet; the rest stays with the process,
+#: which then knows that the client lags. By default it takes 4 MiB.
+UNSENT_IN_KERNEL_BYTES = 128 << 10
 REQUEST_ID_HEADER = b"x-request-id"
 
 
@@ -46,15 +53,20 @@ class HeaderLimitProtocol(HttpToolsProtocol):
 
     #: The connections of this process on which no request runs, those that wait longest first.
     resting: ClassVar[dict[HeaderLimitProtocol, None]] = {}
+    #: All connections of this process, in the order in which they came.
+    open_connections: ClassVar[dict[HeaderLimitProtocol, None]] = {}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         #: Closes the connection when it runs out. None while no headers are awaited.
         self._headers_timer: asyncio.TimerHandle | None = None
         self._headers_bytes = 0  #: Bytes since the headers are awaited.
+        self._unsent_bytes_before = 0  #: When `is_stalled` last looked.
+        self._taken_s = 0.0  #: When the client was last seen to take something.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.open_connections[self] = None
         self._await_headers()
         self._rest()
 
@@ -68,6 +80,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self.resting.pop(self, None)
         # Noted here, because the request's task begins only when others have had their turn.
         self.scope[ARRIVED_SCOPE_KEY] = time.monotonic()  # type: ignore[literal-required]
+        self.scope[ABORT] = self._cut_off  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def data_received(self, data: bytes) -> None:
@@ -90,7 +103,41 @@ class HeaderLimitProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self.resting.pop(self, None)
+        self.open_connections.pop(self, None)
         super().connection_lost(exc)
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the process holds because the client does not take it."""
+        transport = self.transport
+        unsent_bytes = transport.get_write_buffer_size()
+        # asyncio's TLS counts what it has not encrypted; the rest is with the transport below.
+        tls = getattr(transport, "_ssl_protocol", None)
+        below = getattr(tls, "_transport", None)
+        return unsent_bytes + (below.get_write_buffer_size() if below is not None else 0)
+
+    def is_stalled(self, now: float) -> bool:
+        """Return whether the client has taken nothing for `STALL_S`, though its answer is complete.
+
+        A stream that still runs looks after that itself.
+        """
+        unsent_bytes = self.unsent_bytes
+        runs = self.cycle is not None and not self.cycle.response_complete
+        if (
+            not unsent_bytes
+            or unsent_bytes < self._unsent_bytes_before
+            or not self._taken_s
+            or (runs and not self.transport.is_closing())
+        ):
+            self._taken_s = now
+        self._unsent_bytes_before = unsent_bytes
+        return now - self._taken_s >= STALL_S
+
+    def cut_off(self, reason: CutReason) -> None:
+        """Close the connection at once, with what is unsent."""
+        unsent_bytes = self.unsent_bytes
+        log.warning("a client was cut off with %d bytes unsent: %s", unsent_bytes, reason)
+        self._cut_off()
 
     def _rest(self) -> None:
         """Take note that no request runs on this connection, and close one if too many are so."""
@@ -112,10 +159,12 @@ class HeaderLimitProtocol(HttpToolsProtocol):
             self._headers_timer = None
 
     def _cut_off(self) -> None:
-        """Close the connection at once, without a response and with what is unsent."""
+        """Close the connection at once, without a response and with what is unsent.
+
+        One that is closing already would else wait for its client.
+        """
         self._stop_timer()
-        if not self.transport.is_closing():
-            self.transport.abort()
+        self.transport.abort()
 
 
 class _SignalFreeServer(uvicorn.Server):
@@ -149,6 +198,11 @@ class HttpListener:
         self._server = _SignalFreeServer(config)
         self._task: asyncio.Task[None] | None = None
 
+    @property
+    def connections(self) -> Iterable[HeaderLimitProtocol]:
+        """The open connections."""
+        return HeaderLimitProtocol.open_connections
+
     async def start(self) -> None:
         """Listen, and serve in a task of its own. Raises OSError."""
         host = self._settings.host
@@ -157,6 +211,10 @@ class HttpListener:
         listening_socket = socket.socket(family)
         listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Connections that are accepted have this from here.
+        listening_socket.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_IN_KERNEL_BYTES
+        )
         listening_socket.bind((host, self._settings.http_port))
         listening_socket.listen(BACKLOG)
         serving = self._server.serve([listening_socket])

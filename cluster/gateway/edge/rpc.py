@@ -30,12 +30,14 @@ from grpc_reflection.v1alpha import reflection
 from ....protos import frames, inference_pb2_grpc
 from ....protos import inference_pb2 as pb
 from ...config import GatewaySettings
-from ..apis.api import response_headers
+from ..apis.api import cut_off_error, response_headers
 from ..apis.chat import ChatRequest
 from ..apis.chat_shape import ChatShape
 from ..apis.completions import CompletionRequest
 from ..apis.parameters import SEED_MAX
 from ..apis.schema import REQUEST_ID_PATTERN, Reading, parse_body
+from ..attempt.backlog import FRAME_BYTES
+from ..attempt.held_bytes import ReaderCutOff
 from ..attempt.request import Request
 from ..attempt.terms import Terms, read_terms
 from ..errors import ApiError
@@ -46,7 +48,7 @@ from ..text.tokenizer import ChatTokenizer
 from .grpc_edge import CONNECTION_LIMITS, DETAILS, bind, status_of
 from .guard import HEADERS_MAX
 from .keys import ApiKey
-from .sse import BODY_MAX
+from .sse import BODY_MAX, STALL_S, Stalled
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,12 @@ class ReplyQueue(Generic[Reply]):
         self._has_room.set()
         self._ended = False  #: No more replies will come.
 
+    @property
+    def held_bytes(self) -> int:
+        if not self._replies:
+            return 0
+        return len(self._replies) * (FRAME_BYTES + self._replies[-1].ByteSize())
+
     def write_deltas(self, deltas: list[TextDelta]) -> bool:
         for delta in deltas:
             for reply in self._call.replies_of(delta):
@@ -103,7 +111,14 @@ class ReplyQueue(Generic[Reply]):
         raise AssertionError("a call of gRPC cannot be resumed half-way")
 
     async def drain(self) -> None:
-        await self._has_room.wait()
+        """Waits until there is room. Raises Stalled when gRPC takes nothing for `STALL_S`."""
+        if self._has_room.is_set():
+            return
+        try:
+            async with asyncio.timeout(STALL_S):
+                await self._has_room.wait()
+        except TimeoutError:
+            raise Stalled from None
 
     def end(self, _: asyncio.Task[None]) -> None:
         """Marks the end of the replies, as the task that makes them is done."""
@@ -217,6 +232,10 @@ def _streaming_method(
             if not error.counted_in_metrics:
                 service.count_refused(error.http_status, served)
             failure = _set_status(grpc_context, error, request_id)
+            yield reply_type(request_id=request_id, error=failure)
+        except ReaderCutOff as cut_off:
+            log.warning("request %s: its client was cut off: %s", request_id, cut_off)
+            failure = _set_status(grpc_context, cut_off_error(cut_off), request_id)
             yield reply_type(request_id=request_id, error=failure)
         except Exception:
             log.exception("request %s failed", request_id)

@@ -23,7 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..attempt.request import SinkError
+from ..attempt.held_bytes import CutReason, ReaderCutOff
 from ..errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ Result = TypeVar("Result")
 
 BODY_MAX = 8 << 20  #: Bytes of a request's body: about two million tokens of text.
 STALL_S = 20.0  #: a client that takes nothing for so long, with its buffers full, is dropped
+ABORT = "diptych.abort"  #: in the scope: closes the connection at once, with what is unsent
 RAW_SEND = "diptych.send"  #: in the scope: the server's own `send`, without what wraps it
 encode = msgspec.json.Encoder().encode  #: The JSON bytes of a value; one encoder serves all.
 
@@ -59,8 +60,11 @@ async def read_body(http: HttpRequest) -> bytes:
     return b"".join(parts)
 
 
-class Stalled(SinkError):
-    """The client has taken nothing for `STALL_S`, so it is dropped."""
+class Stalled(ReaderCutOff):
+    """The client has taken nothing for `STALL_S`, so it is cut off."""
+
+    def __init__(self) -> None:
+        super().__init__(CutReason.READER_STALLED, f"the client took nothing for {STALL_S:g} s")
 
 
 class ResponseBody:
@@ -77,6 +81,11 @@ class ResponseBody:
         self._sending: _StartedCoroutine | None = None  #: A `send` that waits for the client.
         self._drain_lock = asyncio.Lock()  #: Of the tasks that wait, one goes on with `_sending`.
         self._stalled = False  #: The client has taken nothing for `STALL_S`.
+
+    @property
+    def held_bytes(self) -> int:
+        """What was written while the server was not ready."""
+        return len(self._unsent)
 
     def open(self, send: Send) -> None:
         """Sends what was written so far. Call it when the head of the response is out."""
@@ -131,16 +140,15 @@ class ResponseBody:
 
     async def _finish_sending(self) -> None:
         """Waits for the `send` under way. Raises Stalled, to all who wait."""
-        message = f"the client took nothing for {STALL_S:g} s"
         if self._stalled:
-            raise Stalled(message)
+            raise Stalled
         assert self._sending is not None
         try:
             async with asyncio.timeout(STALL_S):
                 await self._sending
         except TimeoutError:
             self._stalled = True
-            raise Stalled(message) from None
+            raise Stalled from None
         self._sending = None
         self._ready = True
 
@@ -241,8 +249,11 @@ class EventStream(Response):
             leaving.cancel()
             writing.cancel()
             failure, _ = await asyncio.gather(writing, leaving, return_exceptions=True)
-            if isinstance(failure, Stalled):
-                log.warning("a client was dropped: %s", failure)
+            if isinstance(failure, ReaderCutOff):
+                log.warning("a client was cut off: %s", failure)
+                abort = scope.get(ABORT)
+                if abort is not None:
+                    abort()
             elif isinstance(failure, Exception) and head_sent:
                 log.error("a stream broke off", exc_info=failure)
             body.close()

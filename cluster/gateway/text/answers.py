@@ -10,12 +10,14 @@ string, or the id of a stop token, which has no text.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import StringIO
 from typing import Protocol
 
 import msgspec
 
 from ....protos import frames
+from ..attempt.journal import Journal
 from ..attempt.request import AnswerUpdate, Request, SinkError
 from ..attempt.resume import Cursor
 from .stops import StopStringFilter
@@ -51,6 +53,10 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 class TextWriter(Protocol):
     """Makes what the client gets of text deltas, and holds it until the client takes it."""
+
+    @property
+    def held_bytes(self) -> int:
+        """About how many bytes it holds now."""
 
     def write_deltas(self, deltas: list[TextDelta]) -> bool:
         """Sends deltas towards the client without waiting for it. False: `drain` must be called
@@ -111,6 +117,10 @@ class TextSink:
         self._first_index = first_index
         self._error: Exception | None = None  #: What a push has failed with, for `drain`.
 
+    @property
+    def held_bytes(self) -> int:
+        return self._writer.held_bytes
+
     def push(self, updates: list[AnswerUpdate]) -> bool:
         try:
             return self._writer.write_deltas(self._deltas(updates))
@@ -146,14 +156,24 @@ class TextSink:
 
 
 class DeltaCollector:
-    """A `TextWriter` that keeps the deltas of answers that are not streamed."""
+    """A `TextWriter` that collects answers that are not streamed."""
 
     def __init__(self) -> None:
-        self._deltas: dict[int, list[TextDelta]] = {}  #: by the index of the answer
+        self._answers: dict[int, _CollectedAnswer] = {}  #: by the index of the answer
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(answer.journal.nbytes + answer.text.tell() for answer in self._answers.values())
 
     def write_deltas(self, deltas: list[TextDelta]) -> bool:
         for delta in deltas:
-            self._deltas.setdefault(delta.index, []).append(delta)
+            answer = self._answers.get(delta.index)
+            if answer is None:
+                answer = self._answers[delta.index] = _CollectedAnswer()
+            answer.journal.extend(delta.tokens)
+            answer.text.write(delta.text)
+            answer.finish_reason = delta.finish_reason
+            answer.stop_string = delta.stop_string
         return True
 
     def skip_deltas(self, deltas: list[TextDelta]) -> None:
@@ -167,13 +187,23 @@ class DeltaCollector:
         return [
             TextDelta(
                 index,
-                text="".join(delta.text for delta in deltas),
-                tokens=[token for delta in deltas for token in delta.tokens],
-                finish_reason=deltas[-1].finish_reason,
-                stop_string=deltas[-1].stop_string,
+                text=answer.text.getvalue(),
+                tokens=list(answer.journal),
+                finish_reason=answer.finish_reason,
+                stop_string=answer.stop_string,
             )
-            for index, deltas in sorted(self._deltas.items())
+            for index, answer in sorted(self._answers.items())
         ]
+
+
+@dataclass(slots=True, eq=False)
+class _CollectedAnswer:
+    """One answer that is not streamed, so far."""
+
+    journal: Journal = field(default_factory=Journal)  #: Tokens whose text is in `text`.
+    text: StringIO = field(default_factory=StringIO)
+    finish_reason: str | None = None  #: Of its last delta.
+    stop_string: str | None = None  #: Of its last delta.
 
 
 class _AnswerText:

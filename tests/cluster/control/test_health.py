@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from diptych.cluster.cli.status import headline
-from diptych.cluster.control.health import MEMORY_MIN_BYTES, TRANSFER_WINDOW_S, HealthWatch
+from diptych.cluster.control.health import (
+    CLOCK_DIFFERENCE_LIMIT_S,
+    MEMORY_MIN_BYTES,
+    TRANSFER_WINDOW_S,
+    ClockReadings,
+    HealthWatch,
+    read_clocks,
+)
 
 from .test_status import WORKERS, told
 
@@ -21,7 +29,12 @@ class Watched:
         self.watch = HealthWatch()
 
     def look(self, now: float, *workers: dict[str, Any], **changes: Any) -> list[str]:
-        given: dict[str, Any] = {"serve_answers": True, "memory_bytes": None} | changes
+        clocks = ClockReadings(0.0, 0.0, {})
+        given: dict[str, Any] = {
+            "serve_answers": True,
+            "memory_bytes": None,
+            "clocks": clocks,
+        } | changes
         return self.watch.reasons(workers, now=now, **given)
 
 
@@ -48,6 +61,40 @@ def test_a_controller_that_is_away_and_little_memory_are_said() -> None:
         "Control's host has 511 MiB of memory left",
     ]
     assert Watched().look(0.0, memory_bytes=MEMORY_MIN_BYTES) == []
+
+
+@pytest.mark.parametrize(
+    ("clocks_s", "reason"),
+    [
+        # Control asked at 100.0, and all had answered at 100.2: what lies between is no difference.
+        ({}, ""),
+        ({"a": 100.0, "b": 100.2}, ""),
+        ({"a": 100.7}, ""),
+        ({"a": 100.8}, "clocks differ by 0.6 s or more (a is ahead of Control)"),
+        ({"a": 99.5}, ""),
+        ({"a": 99.25}, "clocks differ by 0.8 s or more (Control is ahead of a)"),
+        # Neither is far from Control: 0.4 s ahead at least, and 0.5 s behind.
+        ({"a": 100.6, "b": 99.5}, "clocks differ by 0.9 s or more (a is ahead of b)"),
+        (
+            {"a": 3700.2, "b": 100.1, "c": 100.15},
+            "clocks differ by 3600.0 s or more (a is ahead of Control)",
+        ),
+    ],
+)
+def test_clocks_that_differ_are_said(clocks_s: dict[str, float], reason: str) -> None:
+    assert CLOCK_DIFFERENCE_LIMIT_S == 0.5
+    reasons = Watched().look(0.0, clocks=ClockReadings(100.0, 100.2, clocks_s))
+    assert [said.partition(":")[0] for said in reasons] == ([reason] if reason else [])
+
+
+def test_clocks_are_read_from_all_processes_that_say_theirs() -> None:
+    router = {
+        "clock_s": 1.0,
+        "gateways": [{"id": "gateway/a", "clock_s": 2.0}, {"id": "gateway/b"}],
+    }
+    workers = [{"id": "decode/a", "clock_s": 3.0}, {"id": "decode/old"}]
+    assert read_clocks(router, workers) == {"router": 1.0, "gateway/a": 2.0, "decode/a": 3.0}
+    assert read_clocks(None, workers[1:]) == {}
 
 
 def test_a_degraded_cluster_says_why() -> None:

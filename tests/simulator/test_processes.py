@@ -21,7 +21,6 @@ class AbortsWhereCopied:
     """Stands for a library's object: its end in a forked process is the end of that process."""
 
     def __init__(self) -> None:
-        self._itself = self  # a cycle, which only the garbage collector ends
         self._process = os.getpid()
 
     def __del__(self) -> None:
@@ -41,7 +40,9 @@ def be_killed(*_: object) -> None:
 def test_what_a_process_began_with_is_not_destroyed_in_it() -> None:
     gc.disable()
     try:
-        AbortsWhereCopied()
+        cycle: list[object] = [AbortsWhereCopied()]
+        cycle.append(cycle)  # only the garbage collector ends it
+        del cycle
         with simulation_processes(1) as pool:
             assert pool.submit(collect_garbage).result() != os.getpid()
     finally:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from ..config import GatewaySettings
 from ..telemetry.page import MetricRow
 from ..telemetry.process import resident_bytes
-from .attempt.held_bytes import AnswerLimits, Cut, CutReason, HeldBytes, choose_cuts
+from .attempt.held_bytes import AnswerLimits, Cut, CutReason, HeldBytes, bytes_after, choose_cuts
 from .attempt.shelf import KeptAnswer, Reader, Shelf
 from .capacity import GatewayCapacity
 
@@ -109,11 +109,12 @@ class AnswerMemory:
 
         # Behind those that have a reader are those of other models that have none.
         held.sort(key=lambda entry: entry.has_reader)
-        for cut in choose_cuts(held, self.limits):
+        cuts = choose_cuts(held, self.limits)
+        for cut in cuts:
             self._apply(cut)
         self.held_bytes = sum(entry.total_bytes for entry in held)
         self.unread_bytes = sum(entry.unread_bytes for entry in held)
-        self._capacity.answer_memory_full = self.held_bytes > self.limits.gateway_bytes
+        self._capacity.answer_memory_full = bytes_after(held, cuts) > self.limits.gateway_bytes
 
     def _apply(self, cut: Cut[_Holder]) -> None:
         holder = cut.handle

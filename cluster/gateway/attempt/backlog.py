@@ -18,10 +18,14 @@ PACK_TOKENS = 128  #: A pack with so many tokens takes no more, as all of it is 
 
 
 def frame_bytes(frame: object) -> int:
-    """Returns about how many bytes a frame takes that waits for a client."""
+    """Returns about how many bytes of an answer a frame takes that waits for a client.
+
+    A prompt's logprobs count with the request (`Request.kept_bytes`): no client can read them
+    before the prompt is computed, so nobody lags because they are many.
+    """
     if not isinstance(frame, frames.AnswerTokens):
         return FRAME_BYTES
-    return FRAME_BYTES + tokens_bytes(frame.tokens) + tokens_bytes(frame.prompt_logprobs)
+    return FRAME_BYTES + tokens_bytes(frame.tokens)
 
 
 def tokens_bytes(tokens: Sequence[frames.Token]) -> int:

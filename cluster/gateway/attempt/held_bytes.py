@@ -5,8 +5,8 @@ may come back for it. Clients decide all three, so each stream has a limit for w
 client, and the gateway has one for everything. Above the gateway's limit it gives up, in this
 order, until the rest is below:
     1. answers that nobody reads, the one first that was left first;
-    2. readers, the one first for whom the most waits. The journal stays, so such a client may come
-       back with `x-resume-from`; what waited for it is generated again then.
+    2. readers for whom much waits, the one first for whom the most does. The journal stays, so such
+       a client may come back with `x-resume-from`; what waited for it is generated again then.
 If that is not enough, answers take it that are read as they come. Then no new request is let in.
 """
 
@@ -43,6 +43,9 @@ class AnswerLimits:
 
     stream_bytes: int = 1 << 20  #: What may wait for the reader of one stream.
     gateway_bytes: int = 256 << 20  #: All answers of a gateway.
+    #: A reader for whom less waits is not cut off for the gateway's limit: that would free next to
+    #: nothing, and end streams that keep up.
+    worth_cutting_bytes: int = 64 << 10
 
     @property
     def kept_bytes(self) -> int:
@@ -97,7 +100,7 @@ def choose_cuts(held: Sequence[HeldBytes[Handle]], limits: AnswerLimits) -> list
         if entry.has_reader and entry.lagging_bytes > limits.stream_bytes:
             cuts.append(Cut(entry.handle, CutReason.READER_LAGS))
             total_bytes -= entry.unread_bytes
-        elif entry.has_reader and entry.unread_bytes:
+        elif entry.has_reader and entry.unread_bytes >= limits.worth_cutting_bytes:
             readers.append(entry)
     for entry in held:
         if total_bytes > limits.gateway_bytes and not entry.has_reader:
@@ -110,3 +113,15 @@ def choose_cuts(held: Sequence[HeldBytes[Handle]], limits: AnswerLimits) -> list
         cuts.append(Cut(entry.handle, CutReason.MEMORY_FULL))
         total_bytes -= entry.unread_bytes
     return cuts
+
+
+def bytes_after(held: Sequence[HeldBytes[Handle]], cuts: Sequence[Cut[Handle]]) -> int:
+    """Returns what is held once the cuts are done."""
+    cut_handles = {id(cut.handle) for cut in cuts}
+    total_bytes = 0
+    for entry in held:
+        if id(entry.handle) not in cut_handles:
+            total_bytes += entry.total_bytes
+        elif entry.has_reader:
+            total_bytes += entry.kept_bytes  # the journal stays
+    return total_bytes

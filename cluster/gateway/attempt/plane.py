@@ -75,7 +75,8 @@ class Inbox:
             self._append(event)
         elif self.take_at_once is None or not self.take_at_once(event):
             self._append(event)
-            waiter.set_result(None)
+            if not waiter.done():  # else the reader was cut off, as too much waits for it
+                waiter.set_result(None)
 
     def _append(self, event: AttemptEvent) -> None:
         if len(self._events) < UNPACKED_EVENTS or not is_packable(event):

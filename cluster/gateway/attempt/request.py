@@ -21,7 +21,7 @@ import msgspec
 from ....engine.sequence import sampling_of_answer
 from ....kv_transfer.identity import HASH_TOKENS, block_hashes
 from ....protos import frames
-from .backlog import Backlog
+from .backlog import Backlog, tokens_bytes
 from .journal import Journal
 from .terms import Terms
 
@@ -353,11 +353,16 @@ class Request(RequestInput):
     @property
     def kept_bytes(self) -> int:
         """About how many bytes the prompt and the tokens so far take."""
-        answers_bytes = sum(
+        return PROMPT_TOKEN_BYTES * len(self.prompt_ids) + self.answers_bytes
+
+    @property
+    def answers_bytes(self) -> int:
+        """About how many bytes the tokens so far take, and the logprobs of the prompt."""
+        journals_bytes = sum(
             answer.journal.nbytes + answer.token_times.itemsize * len(answer.token_times)
             for answer in self.answers
         )
-        return PROMPT_TOKEN_BYTES * len(self.prompt_ids) + answers_bytes
+        return journals_bytes + tokens_bytes(self.prompt_logprobs)
 
     # ---- times -----------------------------------------------------------------------------------
 

@@ -149,7 +149,8 @@ class Reader:
         assert task is not None
         self.kept = kept
         self.sink = sink
-        #: How much of each answer the reader of an answer that goes on has; else empty.
+        #: How much of each answer the reader has of what was journaled when it came, or since then
+        #: if the answer goes on without it.
         self.position: list[Cursor] = []
         self.cut_reason: CutReason | None = None  #: Why it is cut off.
         self._task = task
@@ -167,13 +168,11 @@ class Reader:
 
     @property
     def lagging_bytes(self) -> int:
-        """What waits for this reader in inboxes, or in the journal behind its position."""
-        request = self.kept.request
-        journal_bytes = 0
-        for cursor, answer in zip(self.position, request.answers, strict=False):
-            unread_tokens = len(answer.journal) - cursor.tokens
-            journal_bytes += unread_tokens * answer.journal.nbytes // max(len(answer.journal), 1)
-        return journal_bytes + request.backlog.bytes
+        """What waits for this reader alone: in inboxes.
+
+        What it has not read of the journal is there with and without it.
+        """
+        return self.kept.request.backlog.bytes
 
 
 class Shelf:
@@ -326,8 +325,6 @@ class Shelf:
         while updates := advance(request, position, tokens_limit=PUSHED_TOKENS):
             reader.sink.push(updates)
             await reader.sink.drain()
-        if not reader.kept.goes_on:
-            reader.position = []
 
     async def _follow(self, reader: Reader, cursors: tuple[Cursor, ...]) -> None:
         """Pushes what the answer's own task generates, at the reader's pace."""
@@ -409,7 +406,8 @@ class Shelf:
             kept_bytes = 0
             if id(reader.kept) not in counted:
                 counted.add(id(reader.kept))
-                kept_bytes = reader.kept.request.kept_bytes
+                # Prompts of running requests have a limit of their own: of requests at a time.
+                kept_bytes = reader.kept.request.answers_bytes
             lagging_bytes = reader.lagging_bytes
             unread_bytes = lagging_bytes + reader.sink.held_bytes
             held.append(HeldBytes(reader, kept_bytes, unread_bytes, lagging_bytes=lagging_bytes))

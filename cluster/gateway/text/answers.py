@@ -119,7 +119,8 @@ class TextSink:
 
     @property
     def held_bytes(self) -> int:
-        return self._writer.held_bytes
+        # All requests of a call have one writer, which counts with the first of them.
+        return self._writer.held_bytes if self._first_index == 0 else 0
 
     def push(self, updates: list[AnswerUpdate]) -> bool:
         try:

@@ -33,6 +33,10 @@ from .worker.process import WorkerProcess
 
 #: Serve asks `check_health` of each replica every second, and replaces one that does not answer.
 HEALTH_OPTIONS: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
+#: A gateway on an overloaded machine may answer Serve late while it still answers clients, and Serve
+#: replaces a replica that was late three times in a row. The end of the process is seen within a
+#: second whatever this limit is.
+GATEWAY_HEALTH_OPTIONS: dict[str, Any] = {"health_check_timeout_s": 20.0}
 #: A worker needs up to 14 s to hand its work over before it ends (worker/lifecycle.py).
 SHUTDOWN_OPTIONS: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
@@ -65,7 +69,7 @@ def front_application(args: dict[str, Any]) -> serve.Application:
     replicas = config.gateway.replicas
     # Serve spreads several gateways over the nodes; a single one is where the URLs lead.
     node = HEAD_NODE if replicas == 1 else ANY_NODE
-    gateway = _deployment(Gateway, "Gateway", replicas, node)
+    gateway = _deployment(Gateway, "Gateway", replicas, node, **GATEWAY_HEALTH_OPTIONS)
     return gateway.bind(tree, deployments=[control])
 
 
@@ -128,9 +132,7 @@ def _deployment(
         num_replicas=replicas,
         max_ongoing_requests=ONGOING_REQUESTS_LIMIT,
         ray_actor_options=actor_options,
-        **HEALTH_OPTIONS,
-        **SHUTDOWN_OPTIONS,
-        **options,
+        **{**HEALTH_OPTIONS, **SHUTDOWN_OPTIONS, **options},
     )
 
 

@@ -62,6 +62,7 @@ class _Termination:
                 await self._end()
         except Exception:
             log.exception("SIGTERM: draining failed")
-        log.warning("SIGTERM: drained in %.2f s", time.monotonic() - began)
-        logging.shutdown()
-        os._exit(0)
+        finally:  # also where Serve's own shutdown cancels `end`
+            log.warning("SIGTERM: drained in %.2f s", time.monotonic() - began)
+            logging.shutdown()
+            os._exit(0)

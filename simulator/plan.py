@@ -383,7 +383,7 @@ def _replica_settings(hardware: Hardware) -> dict[str, Any]:
     These are its GPUs; or of a CPU worker its threads, and the limit of its steps if it has one.
     """
     if not hardware.threads:
-        return {"tensor_parallel": hardware.tp}
+        return {"tensor_parallel": hardware.tp, "engine": {"device": "cuda"}}
     engine: dict[str, float] = {"threads": hardware.threads}
     if hardware.itl_budget_s and hardware.itl_budget_s < inf:
         engine["itl_budget_ms"] = hardware.itl_budget_s * 1e3
@@ -455,13 +455,18 @@ def _curve_lines(document: dict[str, Any]) -> list[str]:
 
 
 def cluster_yaml(document: dict[str, Any]) -> str:
-    """Return the text of cluster.yaml for the best layout; comments at its top say why."""
+    """Return the text of cluster.yaml for the best layout; comments say why, and how it is served.
+
+    The plan knows the model's shape, and not where its checkpoint is.
+    """
     best = document["best"]
     comments = [
         f"# diptych plan: {best['split']} of {best['fleet']} ({best['rate']:g} requests/s,",
         f"# {best['attainment']:.1%} in time) for {document['trace']}, {document['slo']}.",
         f"# {document['verdict']}",
         f"# {document['reach']['sentence']}",
+        "# Serve it: diptych serve MODEL -c FILE, with this file and a checkpoint folder (or a",
+        "# Hugging Face id), or add model.path here.",
     ]
     settings = yaml.safe_dump(document["cluster"], sort_keys=False)
     return "\n".join(comments) + "\n" + settings

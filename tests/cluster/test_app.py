@@ -63,6 +63,16 @@ def test_one_gateway_stays_at_the_head_and_several_run_on_any_node() -> None:
     assert made["Control"]._replica_config.ray_actor_options["resources"] == head
 
 
+def test_serve_waits_longer_for_a_slow_gateway_than_for_a_worker() -> None:
+    front, model = deployments({}, front_application), deployments({})
+    waits = {
+        name: deployment._deployment_config.health_check_timeout_s
+        for name, deployment in {**front, **model}.items()
+    }
+    assert waits.pop("Gateway") >= 20
+    assert set(waits.values()) == {5.0}
+
+
 @pytest.mark.parametrize("replicas", [0, 65])
 def test_the_number_of_gateways_is_bounded(replicas: int) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.replicas"):

@@ -50,3 +50,19 @@ def test_sigterm_ends_a_replica_at_once(drains_s: float, limit_s: float, said: l
             assert out.split() == said and replica.returncode == 0
         finally:
             replica.kill()
+
+
+def test_a_process_whose_draining_is_cancelled_ends_all_the_same() -> None:
+    code = REPLICA.format(drains_s=60.0, limit_s=30.0).replace(
+        'print("drains", flush=True)', "asyncio.current_task().cancel()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as replica:
+        try:
+            assert replica.stdout is not None
+            assert replica.stdout.readline() == "ready\n"
+            replica.send_signal(signal.SIGTERM)
+            assert replica.wait(20) == 0
+        finally:
+            replica.kill()

@@ -367,7 +367,7 @@ def cluster_settings(
     prefill_replicas = sum(split.prefill for split in layout.splits)
     decode_replicas = sum(split.decode + split.mixed for split in layout.splits)
     # Each pool has settings of its own: YAML would write a shared object as an alias.
-    return {
+    settings: dict[str, Any] = {
         "pools": {
             "prefill": {"replicas": prefill_replicas, **_replica_settings(hardware)},
             "decode": {"replicas": decode_replicas, **_replica_settings(hardware)},
@@ -375,6 +375,9 @@ def cluster_settings(
         "router": {"disaggregate": "never" if layout.mixed else "auto"},
         "slo": {"ttft": str(slo.ttft), "itl_ms": slo.itl_s * 1e3},
     }
+    if not hardware.threads:  # GPUs hand their KV over by no other transport
+        settings["kv_transfer"] = {"transport": "nixl"}
+    return settings
 
 
 def _replica_settings(hardware: Hardware) -> dict[str, Any]:

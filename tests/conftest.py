@@ -6,7 +6,11 @@ A test that is a coroutine function runs in an event loop of its own. Property t
 import asyncio
 import inspect
 import os
+import ssl
+from functools import cache
+from typing import Any
 
+import httpx._transports.default
 import pytest
 import torch
 from hypothesis import settings
@@ -16,6 +20,24 @@ if not torch.cuda.is_available():  # Triton's kernels by its interpreter: read w
 torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+_make_ssl_context = httpx._transports.default.create_ssl_context
+_default_ssl_context = cache(_make_ssl_context)
+
+
+def _shared_ssl_context(
+    verify: Any = True, cert: Any = None, trust_env: bool = True
+) -> ssl.SSLContext:
+    """Return what httpx makes for a client, the same for all that ask for nothing special.
+
+    Each new client, also for plain HTTP, would read all of the machine's certificates: 36 ms.
+    """
+    if verify is True and cert is None:
+        return _default_ssl_context(trust_env=trust_env)
+    return _make_ssl_context(verify=verify, cert=cert, trust_env=trust_env)
+
+
+httpx._transports.default.create_ssl_context = _shared_ssl_context
 
 
 @pytest.hookimpl(tryfirst=True)

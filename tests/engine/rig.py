@@ -6,9 +6,13 @@ import random
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
+import diptych.engine.engine as engine_module
 import numpy as np
 from diptych.engine.engine import Engine, EngineOptions
+from diptych.engine.exactness import is_exact
+from diptych.engine.model import RankModel
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.engine.sequence import Sequence, SequenceOutput
 from diptych.engine.spec import fingerprint
@@ -27,13 +31,28 @@ kernels = "auto"
 
 
 def engine(folder: Path, dtype: str = "bfloat16", blocks: int = 120, **limits: int) -> Engine:
-    """An engine whose pool has `blocks` usable blocks (at least one sequence of MAX_LEN)."""
+    """An engine whose pool has `blocks` usable blocks (at least one sequence of MAX_LEN).
+
+    Its check of exactness ran once for the first engine of this model, as it takes longer than most
+    tests.
+    """
     size = (blocks + 1) * block_bytes(folder, dtype)
-    return Engine(
-        EngineOptions(
-            folder, dtype, size, MAX_LEN, limits=SchedulerLimits(**limits), kernels=kernels
-        )
+    options = EngineOptions(
+        folder, dtype, size, MAX_LEN, limits=SchedulerLimits(**limits), kernels=kernels
     )
+
+    def checked_once(model: RankModel, block_tokens: int) -> bool:
+        key = (folder, model.kernels, block_tokens)
+        if key not in found_exact:
+            found_exact[key] = is_exact(model, block_tokens)
+        return found_exact[key]
+
+    with patch.object(engine_module, "is_exact", checked_once):
+        return Engine(options)
+
+
+#: by folder, kernels and tokens of a block
+found_exact: dict[tuple[Path, str, int], bool] = {}
 
 
 @lru_cache

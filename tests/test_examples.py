@@ -66,6 +66,7 @@ def test_the_table_and_the_commands_name_the_same_files() -> None:
 class TestOnACluster:
     pytestmark = ON_A_CLUSTER
 
+    @pytest.mark.long
     def test_a_laptop_gives_the_tokens_of_one_engine(self) -> None:
         printed = run("laptop_pd.py")
         assert "the same token ids as one engine alone: 4 of 4 answers" in printed

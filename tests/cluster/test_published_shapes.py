@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Literal
 
 import httpx
@@ -115,9 +116,15 @@ def unknown(value: Any, path: str = "") -> list[str]:
     return extra + [one for name, part in fields for one in unknown(part, f"{path}.{name}")]
 
 
+@cache
+def adapter_of(kind: Any) -> TypeAdapter[Any]:
+    """Making one of the published unions takes half a second."""
+    return TypeAdapter(kind)
+
+
 def conforms(kind: Any, told: Any) -> Any:
     """`told` as a strictly validated value of the type, which has all of its fields."""
-    parsed = TypeAdapter(kind).validate_json(json.dumps(told), strict=True)
+    parsed = adapter_of(kind).validate_json(json.dumps(told), strict=True)
     assert not unknown(parsed), (unknown(parsed), told)
     return parsed
 

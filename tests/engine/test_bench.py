@@ -127,7 +127,7 @@ def test_a_random_checkpoint_is_one_that_the_engine_reads(tmp_path: Path) -> Non
 # ---- the command ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_measures_every_cell(checkpoint: Path) -> None:
     code, out, err = bench("--model", str(checkpoint), *SMALL, "-o", "json")
     assert code == 0, err
@@ -163,7 +163,7 @@ def test_alternates_with_a_peer_and_leaves_no_process(checkpoint: Path, tmp_path
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_table_names_what_the_peer_lacks(checkpoint: Path, tmp_path: Path) -> None:
     against = ["--against", "vllm", "--vllm-python", str(fake_python(tmp_path, PEER))]
     code, out, err = bench("--model", str(checkpoint), *SMALL, "--prompt", "", *against)

@@ -211,7 +211,7 @@ def test_anthropic_sdk_gets_the_answer_whole_streamed_and_counted(
 def test_malformed_bodies_get_a_sentence_and_leave_nothing_behind(live: Live) -> None:
     order, counts = random.Random(6), dict.fromkeys((2, 4), 0)
     with httpx.Client(base_url=live.url, timeout=60) as client:
-        while counts[4] < 2000:
+        while counts[4] < 800:  # the gateway alone gets 5,000 (tests/cluster/test_fuzz.py)
             path = order.choice(list(VALID))
             body = mutant(order, VALID[path])
             response = client.post(path, content=body)

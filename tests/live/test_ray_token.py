@@ -148,7 +148,7 @@ def refusal(address: str, home: Path, *flags: str, **environment: str) -> str:
     return lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ray_of_others_is_joined_with_its_token_alone(tmp_path: Path) -> None:
     environment = token_environment(tmp_path)
     with head(environment) as address:

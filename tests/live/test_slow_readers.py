@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.live import Live, eventually, running
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 #: Each of its tokens has 20 likeliest ones with their logprobs.
 LONG: dict[str, Any] = {

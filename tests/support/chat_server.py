@@ -89,7 +89,7 @@ def chat_server() -> Iterator[ChatServer]:
     handler = type("Handler", (_Handler,), {"chat_server": known})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     known.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield known

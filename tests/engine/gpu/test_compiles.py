@@ -27,6 +27,7 @@ def check(found: dict[str, dict]) -> None:
     assert max(kernel["shared_bytes"] for kernel in found.values()) <= SHARED_MOST
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     found = compiled(90, tmp_path)
     check(found)

@@ -82,9 +82,9 @@ def test_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("name", "exact"),
     [
-        ("llama", False),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        pytest.param("mixtral", False, marks=pytest.mark.slow),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        pytest.param("llama", True, marks=pytest.mark.long),
+        pytest.param("mixtral", False, marks=pytest.mark.long),
     ],
 )
 def test_two_ranks_decode_ahead_as_torch_does_alone(

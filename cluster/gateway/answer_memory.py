@@ -97,9 +97,11 @@ class AnswerMemory:
 
         `now` is in seconds of the monotonic clock.
         """
+        shelves = list(self._list_shelves())
+        kept_bytes = sum(shelf.measure_unread() for shelf in shelves)
         held: list[HeldBytes[_Holder]] = []
-        for shelf in self._list_shelves():
-            held += [_with_shelf(shelf, entry) for entry in shelf.held()]
+        for shelf in shelves:
+            held += [_with_shelf(shelf, entry) for entry in shelf.held_by_readers()]
         for connection in self.list_connections():
             if connection.is_stalled(now):
                 self._cut_connection(connection, CutReason.READER_STALLED)
@@ -107,13 +109,14 @@ class AnswerMemory:
                 handle = _Holder(connection=connection)
                 held.append(HeldBytes(handle, 0, connection.unsent_bytes))
 
-        # Behind those that have a reader are those of other models that have none.
-        held.sort(key=lambda entry: entry.has_reader)
+        self.held_bytes = kept_bytes + sum(entry.total_bytes for entry in held)
+        self.unread_bytes = sum(entry.unread_bytes for entry in held)
+        if self.held_bytes > self.limits.gateway_bytes:  # else no answer need be forgotten
+            for shelf in shelves:
+                held += [_with_shelf(shelf, entry) for entry in shelf.held_without_reader()]
         cuts = choose_cuts(held, self.limits)
         for cut in cuts:
             self._apply(cut)
-        self.held_bytes = sum(entry.total_bytes for entry in held)
-        self.unread_bytes = sum(entry.unread_bytes for entry in held)
         self._capacity.answer_memory_full = bytes_after(held, cuts) > self.limits.gateway_bytes
 
     def _apply(self, cut: Cut[_Holder]) -> None:

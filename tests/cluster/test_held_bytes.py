@@ -280,9 +280,24 @@ def test_answers_that_go_on_unread_are_measured_as_they_grow() -> None:
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
             await until(lambda request=request: request.ended)
-        before = sum(entry.total_bytes for entry in room.shelf.held())
         room.memory.look(0.0)
-        assert len(room.shelf) and room.memory.held_bytes == before <= 10_000
+        each = [entry.total_bytes for entry in room.shelf.held_without_reader()]
+        assert each and room.memory.held_bytes == sum(each) <= 10_000
+
+    play(test, AnswerLimits(gateway_bytes=40_000))
+
+
+def test_a_look_below_the_limit_lists_no_answers_without_a_reader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There are as many as requests in the last minute, and it looks twice a second."""
+
+    async def test(room: Room) -> None:
+        request = room.ask("kept", tokens=50)
+        await room.read(request, Client(9999))
+        monkeypatch.delattr(Shelf, "held_without_reader")
+        room.memory.look(0.0)
+        assert room.memory.held_bytes == request.kept_bytes
 
     play(test, AnswerLimits(gateway_bytes=40_000))
 

@@ -192,6 +192,8 @@ class Shelf:
         #: first when they weigh too much.
         self._unread: dict[AnswerName, KeptAnswer] = {}
         self._unread_bytes = 0  #: The sum of their bytes, at most the limit of kept answers.
+        #: Those of them that are still generated, and so grow.
+        self._unread_growing: dict[AnswerName, KeptAnswer] = {}
         self._readers: dict[Reader, None] = {}  #: Those that read now.
         self.resumed = 0  #: How many requests found a kept answer.
         self.cut_readers = Counter[str]()  #: Readers that were cut off, by reason.
@@ -368,6 +370,7 @@ class Shelf:
             kept.forget = None
         if self._unread.get(name) is kept:
             del self._unread[name]
+            self._unread_growing.pop(name, None)
             self._unread_bytes -= kept.unread_bytes
 
     def _without_reader(self, name: AnswerName, kept: KeptAnswer) -> None:
@@ -378,6 +381,8 @@ class Shelf:
         loop = asyncio.get_running_loop()
         kept.forget = loop.call_later(self._window_s, self._drop, name)
         self._unread[name] = kept
+        if kept.goes_on:
+            self._unread_growing[name] = kept
         self._unread_bytes += kept.unread_bytes
         self._keep_limit()
 
@@ -387,20 +392,30 @@ class Shelf:
             self._drop(next(iter(self._unread)))
             self.forgotten += 1
 
-    def held(self) -> list[HeldBytes[Reader | KeptAnswer]]:
-        """Returns what all answers hold now: those without a reader first, as they were left.
+    def measure_unread(self) -> int:
+        """Returns the bytes of all answers without a reader.
 
-        Answers that go on without a reader are measured anew, and forgotten beyond the limit.
+        Those that go on without one are measured anew, and forgotten beyond the limit.
         """
-        for kept in self._unread.values():
-            if kept.goes_on:
-                self._unread_bytes -= kept.unread_bytes
-                kept.unread_bytes = kept.request.kept_bytes
-                self._unread_bytes += kept.unread_bytes
+        for kept in self._unread_growing.values():
+            self._unread_bytes -= kept.unread_bytes
+            kept.unread_bytes = kept.request.kept_bytes
+            self._unread_bytes += kept.unread_bytes
         self._keep_limit()
-        held: list[HeldBytes[Reader | KeptAnswer]] = [
+        return self._unread_bytes
+
+    def held_without_reader(self) -> list[HeldBytes[Reader | KeptAnswer]]:
+        """Returns what each answer without a reader holds, the one first that was left first.
+
+        There may be tens of thousands: after every answer its client may come back for a while.
+        """
+        return [
             HeldBytes(kept, kept.unread_bytes, has_reader=False) for kept in self._unread.values()
         ]
+
+    def held_by_readers(self) -> list[HeldBytes[Reader | KeptAnswer]]:
+        """Returns what the answers that are read hold now."""
+        held: list[HeldBytes[Reader | KeptAnswer]] = []
         counted = set[int]()  # Several readers may read one answer, which counts once.
         for reader in self._readers:
             kept_bytes = 0
@@ -424,6 +439,7 @@ class Shelf:
         """Forgets an answer, and ends its generating if it goes on."""
         kept = self._kept.pop(name)
         if self._unread.pop(name, None):
+            self._unread_growing.pop(name, None)
             self._unread_bytes -= kept.unread_bytes
         if kept.forget:
             kept.forget.cancel()

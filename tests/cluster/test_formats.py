@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from diptych.cluster.gateway.text.content import ContentParser, ContentRules
 from diptych.cluster.gateway.text.formats import reasoning as reasoning_formats
+from diptych.cluster.gateway.text.formats.json_calls import CALL_BEGINNING_CHARS_MAX
 from diptych.cluster.gateway.text.formats.parts import PartKind
 from diptych.cluster.gateway.text.formats.reasoning import ReasoningFormat
 from diptych.cluster.gateway.text.formats.registry import (
@@ -541,6 +542,25 @@ def test_pieces_of_any_text_say_what_the_whole_says(
     assert parsed(rules, pieces, is_cut=is_cut) == whole
     assert parsed(rules, list(text), is_cut=is_cut) == whole
     assert len(whole["calls"]) <= 1 or not one_call_only
+
+
+@pytest.mark.parametrize(
+    "beginning_chars", [CALL_BEGINNING_CHARS_MAX, CALL_BEGINNING_CHARS_MAX + 1]
+)
+def test_a_long_beginning_of_a_call_is_announced_or_not_however_it_is_split(
+    beginning_chars: int,
+) -> None:
+    name = '{"name": "weather", '
+    beginning = name + '"arguments": '.rjust(beginning_chars - len(name))
+    arguments = '{"city":   "Rome"}'  # a call that is not announced is written again, without this
+    text = f"<tool_call>{beginning}{arguments}}}</tool_call>"
+    rules = rules_of(HERMES, Example(text))
+    whole = parsed(rules, [text])
+    is_announced = beginning_chars <= CALL_BEGINNING_CHARS_MAX
+    assert whole["calls"] == [["weather", arguments if is_announced else '{"city": "Rome"}']]
+    opening = "<tool_call>" + beginning
+    assert parsed(rules, [opening, text.removeprefix(opening)]) == whole
+    assert parsed(rules, list(text)) == whole
 
 
 # ---- templates -----------------------------------------------------------------------------------

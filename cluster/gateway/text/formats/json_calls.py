@@ -93,7 +93,8 @@ def read_cut_call(text: str, function_names: Collection[str]) -> ToolCall | None
     """Read a call whose end is missing; its arguments are all that stands where they belong.
 
     They are empty if the text ends with the colon in front of them. Returns None if that colon is
-    missing too, or if the function is not in `function_names`.
+    missing too, or if the function is not in `function_names`: a whole object shows by itself that
+    it is a call, a beginning only by a function that the request has.
     """
     beginning = CALL_BEGINNING.match(text)
     if beginning is None:
@@ -109,6 +110,7 @@ def read_calls(
 ) -> list[ToolCall]:
     """Read all calls of a Llama 3 answer; if it `is_cut`, the last of them may lack its end.
 
+    The tag may stand in front of them: a model may repeat it behind a call that came out before.
     Returns an empty list if the answer has anything else, or a call of a function that is not among
     `function_names`.
     """
@@ -184,6 +186,7 @@ def _read_block(reader: AnswerReader) -> Reading[None]:
             raw_text = call_text = call_text.strip()
         call = read_call(call_text)
         if call is None and reader.is_cut:
+            # With what may be of the closing tag: in a string that was cut, it is of the arguments.
             call = read_cut_call(text, reader.function_names)
     if call is None:
         reader.add_unread(raw_text)
@@ -199,7 +202,8 @@ def _wait_for_beginning(reader: AnswerReader, closing: Markers | None = None) ->
     """
     searched_chars = 0
     while True:
-        if searched_chars < CALL_BEGINNING_CHARS_MAX and read_call_beginning(
+        # The `{` of the arguments, behind a beginning of that size, may be the next character.
+        if searched_chars <= CALL_BEGINNING_CHARS_MAX and read_call_beginning(
             reader.buffer, reader.function_names
         ):
             return True
@@ -281,6 +285,7 @@ def read_objects(reader: AnswerReader, opening: str, separators: str) -> Reading
     if calls or not text.strip():
         return
     if opening.strip() or reader.calls > calls_before:
+        # Behind a marker or a call it should have been one: this counts it as a flaw.
         reader.add_unread(opening + text)
     else:  # an answer that begins with `{` may well be JSON that is none of a call
         reader.add(PartKind.CONTENT, opening + text)

@@ -26,6 +26,7 @@ from diptych.engine.gpu.roofline import (
     kv_token_bytes,
     prefill_flops,
 )
+from diptych.kv_transfer.errors import TransportUnavailable
 
 H200 = DeviceCeilings(4.3e12, 790e12)
 CPU = torch.device("cpu")
@@ -157,6 +158,22 @@ def test_a_section_that_breaks_leaves_the_others_to_be_made() -> None:
     assert section.failed and section.title == "Decode" and "CUDA error" in section.lines[0]
     whole = prove.ProofSection("Prefill", ["fine"])
     assert prove.attempt("Prefill", lambda: whole) is whole
+
+
+@pytest.mark.parametrize(
+    ("error", "failed"),
+    [(TransportUnavailable("no NIXL here"), False), (TimeoutError("nothing arrived"), True)],
+)
+def test_a_handover_without_its_transport_is_left_out_and_one_that_hangs_fails(
+    error: Exception, failed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raise_error(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(prove, "measure_handover", raise_error)
+    section = prove.attempt("Handover", partial(prove.handover_section, CPU, blocks=8))
+    assert section.failed is failed
+    assert str(error) in section.lines[0]
 
 
 class Runner:

@@ -308,7 +308,8 @@ class DecodeRunner:
     def _apply(self, update: SlotUpdate) -> None:
         """Send an update of the slots to the device: one copy for all of it.
 
-        The lists are of the ids that a request names, and the values are their biases.
+        A triple is a slot, an id, and what is added to the id's count. The lists are of the ids that
+        a request names, and the values are their biases.
         """
         if not update:
             return

@@ -280,7 +280,8 @@ class ChatShape:
         """Return a call that begins; its arguments come in pieces."""
         call_number = self._call_counts.get(answer_index, 0)
         self._call_counts[answer_index] = call_number + 1
-        # An id that derives from the request needs no memory of which calls have one.
+        # An id that derives from the request needs no memory of which calls have one. The wire id is
+        # unique among all requests; clients may use the id that they see, `request.id`, again.
         hashed_text = f"{self._request.wire_id}/{answer_index}/{call_number}"
         digest = xxhash.xxh3_128_hexdigest(hashed_text.encode())
         return {

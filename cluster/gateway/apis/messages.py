@@ -421,7 +421,7 @@ class MessageShape:
             "cache_read_input_tokens": 0,
             "output_tokens": 0,
         }
-        message = {**self._message([]), "stop_reason": None, "usage": usage}
+        message = {**self._message([]), "usage": usage}
         return [{"type": "message_start", "message": message}]
 
     def plain(self, index: int, text: str) -> JsonObject | None:

@@ -31,11 +31,11 @@ from .launch.ray_cluster import AUTH_MODE, shared_secret
 from .router_service import RouterService
 from .worker.process import WorkerProcess
 
-#: Serve asks `check_health` of each replica every second, and replaces one that does not answer.
+#: Serve asks `check_health` of each replica every second. An error, or no answer in 5 s, is a failed
+#: check, and Serve replaces a replica that failed three in a row, or at once if its process ended.
 HEALTH_OPTIONS: dict[str, Any] = {"health_check_period_s": 1.0, "health_check_timeout_s": 5.0}
-#: A gateway on an overloaded machine may answer Serve late while it still answers clients, and Serve
-#: replaces a replica that was late three times in a row. The end of the process is seen within a
-#: second whatever this limit is.
+#: A gateway on an overloaded machine may answer Serve late while it still answers clients, so it has
+#: longer. The end of the process is seen within a second whatever this limit is.
 GATEWAY_HEALTH_OPTIONS: dict[str, Any] = {"health_check_timeout_s": 20.0}
 #: A worker needs up to 14 s to hand its work over before it ends (worker/lifecycle.py).
 SHUTDOWN_OPTIONS: dict[str, Any] = {

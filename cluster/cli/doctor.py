@@ -26,7 +26,8 @@ from .common import (
 #: EXPECTED is the speed that the hosts' hardware allows, SHARE what the transfer reached of it.
 PAIR_COLUMNS = ("FROM", "TO", "TRANSPORT", "GiB/s", "EXPECTED", "SHARE")
 #: RDMA and NIC: active ports and the fastest one's rate. MEMLOCK: memory that may be pinned for
-#: RDMA. MEMCPY: how fast one core copies memory. CLOCK: how far the host's clock is off.
+#: RDMA. MEMCPY: how fast one core copies memory. CLOCK: how far the host's clock is ahead
+#: of Control's; negative if it is behind.
 HOST_COLUMNS = ("WORKER", "HOST", "PID", "RDMA", "NIC", "MEMLOCK", "MEMCPY", "CLOCK")
 EVENT_TIMEOUT_S = 30.0  #: Between two events of an examination.
 EVENT_PREFIX = "data: "  #: Progress and report come as server-sent events.

@@ -200,7 +200,7 @@ class Operations:
             reason = str(error) or type(error).__name__
             message = f"no answer to the order ({reason}): look at `diptych status` before again"
             raise ApiError("no_capacity", message) from None
-        for change in changes:
+        for change in changes:  # the tally leaves out pools whose count stays
             self._tally.count_scaling(change.pool, change.before, change.after)
         self.record_action("scale", sentence)
 

@@ -1,10 +1,11 @@
 """A run inside Locust: its metrics, its web page, its master and workers, its end.
 
-Every process has a `LoadRun`. A worker sends its outcomes with Locust's own reports. The master (or
-the only process) collects them in a `Collector`, writes the document, and sets the exit code: 4 if
-a gate does not hold. What is logged in Locust's statistics, in ms:
+Every process but a master has a `LoadRun`. A worker sends its outcomes with Locust's own reports.
+The master (or the only process) collects them in a `Collector`, writes the document, and sets the
+exit code: 4 if a gate does not hold. What is logged in Locust's statistics, in ms:
 
-    HTTP or gRPC  each request, whole; failures are those of the request (in `Aggregated` too)
+    HTTP or gRPC  each request, whole; failures are those of the request (in `Aggregated` too), and
+                  count without a time
     TTFT, ITL     times to first tokens; every gap between tokens, the one to the second included
     SLO           each request; its failures missed a target, so 1 - failures is goodput
 
@@ -115,7 +116,6 @@ class Collector:
             rows.append(
                 {
                     "name": stage.label,
-                    "safe_name": stage.label,
                     "requests": requests,
                     "met": met,
                     **{target: verdicts[target] for target in MISSED},
@@ -285,7 +285,7 @@ class Swarm:
 
     def _log(self, outcome: LoadOutcome, stage: RateStage) -> None:
         """Puts a request that has ended into Locust's statistics."""
-        e2e_ms = 0.0 if outcome.error else outcome.e2e_s * 1e3
+        e2e_ms = None if outcome.error else outcome.e2e_s * 1e3
         self.environment.events.request.fire(
             request_type="gRPC" if self._plan.grpc else "HTTP",
             name=stage.label,

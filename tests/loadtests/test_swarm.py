@@ -59,6 +59,28 @@ def test_a_worker_reports_what_was_cut_before_the_master_hears_that_it_stopped()
     assert done and [outcome["error"] for outcome in outcomes] == ["unfinished"]
 
 
+def test_a_failed_request_counts_and_leaves_response_times_alone() -> None:
+    from diptych.loadtests.arrivals import RateStage
+    from diptych.loadtests.swarm import Swarm
+    from locust.env import Environment
+
+    environment = Environment()
+    environment.create_local_runner()  # it listens to the requests
+    swarm = Swarm(environment)
+    stage = RateStage("s", 0.0, 1.0, 1.0)
+    swarm._log(LoadOutcome("failed", 0.0, 0.0, error="refused"), stage)
+    for kind in ("HTTP", "SLO"):
+        entry = environment.stats.get("s", kind)
+        assert (entry.num_requests, entry.num_failures) == (1, 1)
+        assert entry.to_dict()["median_response_time"] == 0.0, "no request has a time yet"
+
+    swarm._log(LoadOutcome("served", 0.0, 0.0, ttft_s=0.1, e2e_s=2.0), stage)
+    for kind in ("HTTP", "SLO"):
+        entry = environment.stats.get("s", kind)
+        assert (entry.num_requests, entry.num_failures) == (2, 1)
+        assert entry.min_response_time == entry.median_response_time == 2000.0
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_run_that_is_being_stopped_does_not_count_as_ended_by_itself(
     monkeypatch: pytest.MonkeyPatch, stopped: bool

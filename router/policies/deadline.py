@@ -64,7 +64,8 @@ class Outcome(Enum):
 
     PLACED = 1
     NOTHING = 2  #: no worker takes it, or there is nothing to take, now
-    NO_ROOM = 3  #: decode workers are full: nobody is placed for now
+    #: decode workers have no room for this request; one that is smaller, or old, may find some
+    NO_ROOM = 3
 
 
 @dataclass(slots=True)
@@ -146,6 +147,7 @@ class DeadlinePolicy:
         capacity = max(self.placer.capacity, 1)
         urgent_s = queue.prefill_s / self._urgent_rate.rate(capacity)
         credit_at = self.fleet.next_credit(now, decodes=self.placer.local_only)
+        # inf: workers have credit already, or get it by an event whose moment nobody predicts.
         begins_at = max(credit_at, now) if credit_at < inf else now
         # `urgent_s` counts all urgent requests, this one too. Up to one for each worker, nobody
         # waits behind another: then the rate says nothing, and the deadline alone decides later.
@@ -354,8 +356,7 @@ class DeadlinePolicy:
         placer = self.placer
         if placer.missing_roles(request):
             return Outcome.NOTHING
-        if request.choose_again_at:
-            placer.look_again(request)
+        placer.look_again(request)  # it may have waited since it was queued unchosen
         request.choose_again_at = now + CHOOSE_S
         if request.local:
             return self._push_local(request, now, decided)
@@ -393,6 +394,7 @@ class DeadlinePolicy:
             remote_s = best.cost + others_s
             local = self.placer.better_local(request, remote_s, deadline, now)
             if local is None and now + remote_s > request.deadline:
+                # `better_local` plans for half the ITL target in a step; the whole one may do.
                 local = self.placer.local_in_time(request, now)
             if local is not None:
                 return self._commit(local, now, decided)

@@ -94,6 +94,18 @@ def test_a_late_request_that_avoids_the_first_idle_worker_goes_to_another() -> N
     assert placed == {"r1": ("prefill/b", "decode/x")}
 
 
+def test_a_request_that_waited_for_a_role_goes_to_who_has_its_prefix_now() -> None:
+    rig = Rig("prefill/a", "prefill/b")
+    hashes = prefix(1, 16)
+    rig.stored("prefill/a", hashes)
+    assert rig.ask("r1", prompt=1024, hashes=hashes) == {}
+    rig.stored("prefill/a", [], seq=2, evicted=hashes)
+    rig.stored("prefill/b", hashes)
+    rig.send(e.RouterTick(), 1.0)
+    placed = rig.join("decode/x") | rig.send(e.RouterTick(), 0.1)
+    assert placed == {"r1": ("prefill/b", "decode/x")}
+
+
 def test_a_worker_that_was_idle_and_lost_its_role_gets_nothing() -> None:
     rig = Rig("prefill/a", "prefill/b", "decode/x")
     assert rig.ask("r1", waited_s=11.0, lost_workers=["prefill/a", "prefill/b"]) == {}

@@ -1,9 +1,10 @@
 """How blocks of one rank's pool become blocks of another's (pure).
 
 The two ends of a transfer may share the heads among different numbers of ranks, have blocks of
-different sizes (one divides the other), and group layers differently. Four units bridge that:
+different sizes (one divides the other), and group layers differently: in a block, the layers of a
+group lie together, head by head (`layout`). Four units bridge that:
 
-    tile   as many tokens as the smaller block of both ends has; a ticket counts tiles
+    tile   as many tokens as the smaller block of both ends has; a ticket (one transfer) counts them
     lane   one sender's rank and one receiver's rank that hold common heads
     unit   the largest run of bytes that is contiguous, and aligned, in both pools of a lane;
            numbered from 0 in each pool, unit k at byte `k * unit_bytes`
@@ -57,7 +58,8 @@ class LaneSide:
     ) -> None:
         """`piece_offsets` has, for each piece, the units of a block's first tile.
 
-        `block_units` is the number of units of a whole block in this pool.
+        `block_units` is how many units lie from a block's start to that of the next block. That is
+        less than a block where the pool has the layers outside (`KVLayout.pool_blocks`).
         """
         # The last is ALL_PIECES. Units are numbered in 32 bits (`Spans`).
         every_offset = [*piece_offsets, np.concatenate(piece_offsets)]
@@ -149,6 +151,7 @@ class Lane:
                 for head in local_heads
                 for part in (0, 1)  # K, V
             ]
+            # Without a rest: all offsets are multiples of a block's K of one head and layer.
             pieces.append(np.array(offsets, np.int64) // grain_items)
         return pieces
 
@@ -167,6 +170,8 @@ class Lane:
 
 def piece_count(layout: KVLayout, ranks: int) -> int:
     """Returns how many equal pieces a tile is cut into: whole layer groups, and not too small.
+
+    A part of a group would not be one run of bytes, but one for each head.
 
     `layout` and `ranks` are the sender's, whose engine announces pieces before a peer, and so the
     tile, is known. So what `PIECE_BYTES_MINIMUM` bounds is a piece of the sender's block, over all

@@ -82,6 +82,7 @@ class SimulatedWorker:
         budget_s = None if step_budget_s == inf else step_budget_s * hardware.planned_share
         limits = SchedulerLimits(
             block_tokens=trace.block_tokens,
+            # The engine requires a block at least; a trace's may be larger than a chunk.
             max_step_tokens=max(hardware.chunk_tokens, trace.block_tokens),
             max_running=hardware.max_running,
             itl_budget_s=budget_s,
@@ -150,7 +151,7 @@ class SimulatedWorker:
 
         `has_first_token`: the attempt's first token was made elsewhere, and comes with the KV.
         """
-        sequence = self.scheduler.live[attempt.key, 0]
+        sequence = self.scheduler.live[attempt.key, 0]  # its only answer
         if has_first_token:
             sequence.token_ids.append(MIDDLE_TOKEN)
         elif not attempt.is_resumed:
@@ -309,7 +310,11 @@ class SimulatedWorker:
         return self.cost.step_s(len(plan.decode), self._kv_tokens(plan)) * self.slowness
 
     def _prefill_seconds(self, plan: StepPlan) -> float:
-        """Returns how long the chunks take; each has its share of `prefill_base`, by its tokens."""
+        """Returns how long the chunks take; each has its share of `prefill_base`, by its tokens.
+
+        An attempt's `prefill_factor` makes the router's prediction wrong, where a run is to have
+        mispredictions; else it is 1.
+        """
         cost = self.cost
         seconds = 0.0
         for sequence, tokens in plan.prefill:
@@ -322,7 +327,8 @@ class SimulatedWorker:
     def _growth_seconds(self, plan: StepPlan) -> float:
         """Returns how much longer the next step takes than this one, if its plan is the same.
 
-        Each decode reads one more token; a chunk attends to one more chunk.
+        Each decode reads one more token; a chunk attends to one more chunk. A plan that repeats has
+        decodes only, or a single chunk.
         """
         if plan.decode:
             return self.cost.step_token * len(plan.decode) * self.slowness
@@ -376,7 +382,7 @@ class SimulatedWorker:
         else:
             self.decode_steps += count
             self.decode_seconds += seconds
-        clock = self.scheduler.clock
+        clock = self.scheduler.clock  # by which the scheduler knows whose ITL target is lost
         clock.advance(seconds, steps.longer_than(clock.late_step_s, steps.accounted, last))
         if self.scheduler.limits.itl_budget_s is not None:
             self._learn(steps, count, seconds / count)
@@ -461,7 +467,8 @@ class SimulatedWorker:
     def _note_token(self, attempt: SimulatedAttempt, token_at: float) -> None:
         """Notes the first token, or counts a gap that is no step's.
 
-        The gaps between two steps in a row are among the `late_steps`.
+        The gaps between two steps in a row are among the `late_steps`. A gateway may hold the first
+        token back (`router.first_token`), so that the gap to the second one is shorter.
         """
         if not attempt.last_token_at:
             attempt.first_token_at = token_at

@@ -60,6 +60,7 @@ class DiptychConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        # vLLM keeps all KV in one group for a connector that is no `SupportsHMA`.
         (block_ids,) = blocks.get_block_ids()
         self._hooks.blocks_allocated(request.request_id, block_ids, num_external_tokens)
 

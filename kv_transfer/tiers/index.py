@@ -79,7 +79,8 @@ class CopyToMemory:
 
 
 TierMove = CopyToDisk | CopyToMemory
-#: Content hashes in the order of their last use, oldest first; a set with an order.
+#: A set of content hashes in the order of their last use, oldest first. A block that joins the set
+#: without a use, by a move or an eviction, comes last: the moment of its last use is not kept.
 UseOrder = OrderedDict[bytes, None]
 
 

@@ -29,7 +29,7 @@ DAY_S = 86_400.0
 SKETCH_HALF_S = 10_800.0  #: from the start of a sketch's six hours to their middle
 WINDOW_REQUESTS = 4000  #: in `read_window`'s trace, about: rates are scaled to give as many
 SYSTEM_SHARE = 0.25  #: of a client's median prompt, that is its system prompt
-BLOCKS_LIMIT = 4095  #: of a prompt: an id has 12 bits for the block's index
+BLOCKS_LIMIT = 1 << 12  #: of a prompt: an id has 12 bits for the block's index
 GAMMA = 1  #: families of inter-arrival times, by ServeGen's numbers; any other is exponential
 WEIBULL = 2
 

@@ -60,6 +60,7 @@ class _Termination:
         try:
             async with asyncio.timeout(self._limit_s):
                 await self._end()
+                await asyncio.sleep(0)  # frames that were just sent leave in the loop's next turn
         except Exception:
             log.exception("SIGTERM: draining failed")
         finally:  # also where Serve's own shutdown cancels `end`

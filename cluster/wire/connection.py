@@ -52,6 +52,11 @@ FRAME_BYTES_MAX = BUFFER_BYTES_MAX
 #: When so many seconds have passed since it last did so, `frames` lets the loop's other tasks run
 #: once after the frame at hand.
 TURN_S = 0.005
+#: Frames that are sent in one turn of the loop leave together, as each write is a system call that
+#: wakes the peer (20 to 40 us); but no later than when so many bytes wait, or after so many seconds
+#: if there are further frames.
+GATHERED_BYTES_MAX = 64 << 10
+GATHERED_S_MAX = 0.001
 _LENGTH = struct.Struct(">I")  #: Stands in front of each frame: its bytes.
 _HEARTBEAT = Heartbeat()  #: The one that is sent: `send` tells it from other frames by identity.
 
@@ -77,6 +82,8 @@ class FrameConnection:
         self._sent_at = self._loop.time()
         self._received_at = self._sent_at
         self._busy_at = self._sent_at
+        self._gathered = bytearray()  #: Frames that leave at the end of the loop's turn.
+        self._gathered_since = 0.0  #: When the first of them was sent (`time.monotonic`).
         self.suspected = False  #: True while the peer is suspected to be frozen.
         self.on_suspected: Callable[[], None] | None = None  #: Called when a suspicion begins.
         #: Seconds of a busy peer's silence before it is suspected; doubles with each false alarm.
@@ -101,10 +108,11 @@ class FrameConnection:
 
     async def drain(self) -> None:
         """Wait until the peer has taken most of what was sent. Raises ConnectionError."""
+        self._write_gathered()
         await self._writer.drain()
 
     def send(self, frame: Any) -> None:
-        """Queue a frame of `protos.frames`.
+        """Queue a frame of `protos.frames`, which leaves before the loop's next turn is over.
 
         A peer that does not read is cut off; it never stalls the sender. A frame for a connection
         that is closed is dropped.
@@ -112,10 +120,27 @@ class FrameConnection:
         if self.closed:
             return
         data = self._encode(frame)
-        self._writer.write(_LENGTH.pack(len(data)) + data)
+        is_first = not self._gathered
+        self._gathered += _LENGTH.pack(len(data))
+        self._gathered += data
         self._sent_at = self._loop.time()
         if frame is not _HEARTBEAT:
             self._busy_at = self._sent_at
+        if is_first:
+            self._gathered_since = time.monotonic()
+            self._loop.call_soon(self._write_gathered)
+        if (
+            len(self._gathered) > GATHERED_BYTES_MAX
+            or time.monotonic() - self._gathered_since > GATHERED_S_MAX
+        ):
+            self._write_gathered()
+
+    def _write_gathered(self) -> None:
+        """Give what was gathered to the socket, and close if the peer lets too much pile up."""
+        if not self._gathered or self.closed:
+            return
+        gathered, self._gathered = self._gathered, bytearray()
+        self._writer.write(gathered)
         if self._writer.transport.get_write_buffer_size() > BUFFER_BYTES_MAX:
             log.warning("%s does not read: connection closed", self.name)
             self.abort()
@@ -209,7 +234,11 @@ class FrameConnection:
                 self.on_suspected()
 
     def abort(self) -> None:
-        """Close at once. Whoever iterates over `frames` sees the end."""
+        """Close at once. Whoever iterates over `frames` sees the end.
+
+        What the socket takes of what was sent still leaves.
+        """
+        self._write_gathered()
         self._writer.transport.abort()
 
 

@@ -160,6 +160,49 @@ def test_of_too_many_connections_without_a_request_the_oldest_goes(
     run(test)
 
 
+async def said_to(port: int, request: bytes, until: bytes) -> bytes:
+    """What the server says to a request, up to some bytes of it."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        return await reader.readuntil(until)
+    finally:
+        writer.close()
+
+
+def test_a_response_without_a_body_is_not_held() -> None:
+    async def test(port: int) -> None:
+        for _ in range(2):
+            said = await said_to(port, b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n\r\n")
+            assert said.startswith(b"HTTP/1.1 200 OK\r\n")
+
+    run(test)
+
+
+def test_a_client_that_waits_for_leave_to_send_its_body_gets_it_at_once() -> None:
+    async def test(port: int) -> None:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\nexpect: 100-continue\r\n\r\n"
+        assert await said_to(port, head, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+    run(test)
+
+
+def test_head_and_body_leave_in_one_write_and_later_writes_as_they_are() -> None:
+    writes: list[bytes] = []
+    transport = SimpleNamespace(write=writes.append, close=lambda: writes.append(b"closed"))
+    cycle = SimpleNamespace(transport=transport, response_started=True)
+    cycle.transport = listen.HeadHolder(cycle)
+    for part in (b"head ", b"body", b"more"):
+        cycle.transport.write(part)
+    assert writes == [b"head body", b"more"] and cycle.transport is transport
+
+    writes.clear()
+    cycle.transport = listen.HeadHolder(cycle)
+    cycle.transport.write(b"head")
+    cycle.transport.close()
+    assert writes == [b"head", b"closed"], "an app that fails between the two"
+
+
 def test_gateways_of_one_machine_share_the_port() -> None:
     async def test(port: int) -> None:
         second = listen.HttpListener(app, GatewaySettings(http_port=port))

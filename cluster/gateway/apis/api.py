@@ -432,7 +432,7 @@ class CallStream(sse.EventStream):
         encoder = self._encoder
         try:
             await self._answers.push_into(EventWriter(encoder, body))
-            await body.write(encoder.end(self._answers.used_tokens))
+            await body.end(encoder.end(self._answers.used_tokens))
         except ApiError as error:
             if not body.begun.done():
                 raise  # the head is not sent, so the error has a status of its own

@@ -81,7 +81,11 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         # Noted here, because the request's task begins only when others have had their turn.
         self.scope[ARRIVED_SCOPE_KEY] = time.monotonic()  # type: ignore[literal-required]
         self.scope[ABORT] = self._cut_off  # type: ignore[literal-required]
+        cycle_before = self.cycle
         super().on_headers_complete()
+        has_body = self.scope["method"] != "HEAD"
+        if has_body and self.cycle is not None and self.cycle is not cycle_before:
+            self.cycle.transport = HeadHolder(self.cycle)  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         timer_before = self._headers_timer
@@ -165,6 +169,38 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         """
         self._stop_timer()
         self.transport.abort()
+
+
+class HeadHolder:
+    """Stands for a response's transport until its body begins: head and body leave in one write.
+
+    uvicorn writes the head by itself; each write is a system call that wakes the client.
+    """
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle  #: uvicorn's request and response, whose transport this is.
+        self._transport: asyncio.Transport = cycle.transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """Hold the head, or send it with what follows; later writes do not come here."""
+        if not self._cycle.response_started:  # "100 Continue", which the client waits for
+            self._transport.write(data)
+        elif not self._head:
+            self._head = data
+        else:
+            self._cycle.transport = self._transport
+            self._transport.write(self._head + data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close once what is held has left."""
+        self._cycle.transport = self._transport
+        if self._head:
+            self._transport.write(self._head)
+        self._transport.close()
 
 
 class _SignalFreeServer(uvicorn.Server):

@@ -81,6 +81,7 @@ class ResponseBody:
         self._sending: _StartedCoroutine | None = None  #: A `send` that waits for the client.
         self._drain_lock = asyncio.Lock()  #: Of the tasks that wait, one goes on with `_sending`.
         self._stalled = False  #: The client has taken nothing for `STALL_S`.
+        self._ended = False  #: The response's last bytes were given to the server.
 
     @property
     def held_bytes(self) -> int:
@@ -104,7 +105,12 @@ class ResponseBody:
             self._unsent += data
             self.begin()
             return False
-        message = {"type": "http.response.body", "body": data, "more_body": True}
+        return self._start_sending(data)
+
+    def _start_sending(self, data: bytes, *, is_last: bool = False) -> bool:
+        """Start the server's `send`, as `write_now` says. The server must be ready."""
+        assert self._send is not None
+        message = {"type": "http.response.body", "body": data, "more_body": not is_last}
         coroutine = self._send(message)
         try:
             future = coroutine.send(None)  # type: ignore[attr-defined]
@@ -163,12 +169,18 @@ class ResponseBody:
             self._unsent = b""
             self.write_now(data)
 
-    async def end(self) -> None:
-        """Ends the response, whose head is sent first if nothing was written."""
+    async def end(self, last: bytes = b"") -> None:
+        """Ends the response with the bytes `last`, which leave together with its end.
+
+        The head is sent first if nothing was written. A second call does nothing. Raises Stalled.
+        """
+        if self._ended:
+            return
+        self._ended = True
         self.begin()
         await self.drain()
-        assert self._send is not None
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._start_sending(last, is_last=True)
+        await self.drain()
 
     def close(self) -> None:
         """Gives up what the server has not taken. Nobody may wait in `drain` any more."""
@@ -259,6 +271,7 @@ class EventStream(Response):
             body.close()
 
     async def _write(self, body: ResponseBody) -> None:
+        """Writes all events, and ends the response if the writer has not."""
         await self._write_events(body)
         await body.end()
 

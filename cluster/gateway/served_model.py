@@ -73,8 +73,7 @@ class PromptBody(Protocol):
     def check(self, text: ChatTokenizer, limits: ModelLimits, /) -> None:
         """Refuses what is wrong before a token is counted. Raises ApiError."""
 
-    @property
-    def is_short(self) -> bool:
+    def is_short(self, text: ChatTokenizer, /) -> bool:
         """True if the prompt is tokenized in less time than another thread takes to wake."""
 
     def prompt(self, text: ChatTokenizer, /) -> TokenizedPrompt:
@@ -267,8 +266,8 @@ class ServedModel:
 
     async def _prompt_of(self, body: PromptBody) -> TokenizedPrompt:
         """Returns the prompt of a body that was checked. Raises ApiError."""
-        if body.is_short:
-            # A thread costs 100 us: to wake it, to be woken, and to take turns with it.
+        if body.is_short(self.text):
+            # A thread costs 150 us: to wake it, to be woken, and to take turns with it.
             with contextlib.suppress(NotAtOnceError):
                 return body.prompt(self.text)
         return await self._facilities.capacity.tokenize(lambda: body.prompt(self.text))

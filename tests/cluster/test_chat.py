@@ -18,7 +18,7 @@ from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.answers import TextDelta
 from diptych.cluster.gateway.text.formats.json_calls import read_call, read_calls
 from diptych.cluster.gateway.text.tokenizer import (
-    SHORT_PROMPT_CHARS,
+    FAST_SHORT_PROMPT_CHARS,
     ChatTokenizer,
     TokenizedPrompt,
 )
@@ -129,11 +129,11 @@ def test_documents_go_to_the_template_or_are_refused(text: ChatTokenizer, tmp_pa
 def test_a_conversation_is_not_short_if_the_template_may_show_much_beside_its_text(
     text: ChatTokenizer, field: str
 ) -> None:
-    for length, is_short in ((9, True), (SHORT_PROMPT_CHARS, False)):
+    for length, is_short in ((9, True), (FAST_SHORT_PROMPT_CHARS, False)):
         earlier = {"role": "assistant", "content": "ho", field: "a" * length}
         asked = chat(earlier, {"role": "user", "content": "hi"})
         asked.check(text, LIMITS)
-        assert asked.is_short is is_short
+        assert asked.is_short(text) is is_short
 
 
 def test_a_role_of_the_client_s_own_is_the_template_s_to_read(

@@ -16,7 +16,7 @@ from diptych.cluster.gateway import capacity
 from diptych.cluster.gateway.text import limited, templates
 from diptych.cluster.gateway.text.limited import BusyError, OverLimitError, RefusedError
 from diptych.cluster.gateway.text.templates import ChatTemplates, NotAtOnceError
-from diptych.cluster.gateway.text.tokenizer import SHORT_PROMPT_CHARS
+from diptych.cluster.gateway.text.tokenizer import FAST_SHORT_PROMPT_CHARS
 
 from tests.support.live import eventually
 from tests.support.standin import QUESTION, checkpoint, standing_in
@@ -304,7 +304,7 @@ def test_work_that_no_thread_begins_in_time_is_not_done(
 ) -> None:
     monkeypatch.setattr(capacity, "THREAD_WAIT_S", 0.0)
     with standing_in(checkpoint(tmp_path / "demo")) as gateway:
-        long = QUESTION * SHORT_PROMPT_CHARS
+        long = QUESTION * (FAST_SHORT_PROMPT_CHARS // len(QUESTION) + 1)
         answer = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": long})
         assert answer.status_code == 503 and "within 0 s" in answer.text
         answer = httpx.post(f"{gateway.url}/v1/completions", json={"prompt": QUESTION})

@@ -1,13 +1,14 @@
 """How many long prompts a second one core prepares: from the body to the frames for the workers.
 
-This is what `ServedModel.prepare` does (read the body, check it, render and tokenize it in a
-thread, sampling, block hashes) and the encoding of the frames that carry the prompt. It leaves out
+This is what `ServedModel.prepare` does (read the body, check it, render and tokenize it, long ones
+in a thread, sampling, block hashes) and the encoding of the frames that carry the prompt. It leaves out
 HTTP, sockets and answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -24,10 +25,12 @@ from ....protos import frames
 from ...gateway.apis.chat import ChatRequest
 from ...gateway.apis.parameters import ModelLimits
 from ...gateway.apis.schema import parse_body
+from ...gateway.text.templates import NotAtOnceError
 from ...gateway.text.tokenizer import ChatTokenizer
+from .usage import cpu_s_of, descendants
 
 PROMPT_TOKENS = 2048  #: Of each prompt, about.
-PROMPTS = 300  #: Measured, of each kind and each number at a time.
+PROMPTS = 1000  #: Measured, of each kind and each number at a time.
 #: Prompts at a time, as under load; alone, each one pays for waking a thread and being woken.
 CONCURRENT_PROMPTS = 8
 #: Tokens of a conversation's next turn, and of the answer before it, about.
@@ -50,7 +53,7 @@ class Preparation(NamedTuple):
 
     #: Of all prompts together.
     tokens: int
-    #: CPU seconds of all threads.
+    #: CPU seconds of all threads, and of the process that renders templates.
     cpu_s: float
 
 
@@ -61,6 +64,8 @@ def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
     with one. `model` is a checkpoint's folder, of which the tokenizer is used.
     """
     text = ChatTokenizer(model)
+    # The start of the process that renders templates belongs to no prompt.
+    text.tokenize_chat([{"role": "user", "content": "Go."}])
     generator = random.Random(seed)
     kinds: dict[str, MakeBodies] = {"fresh": _new_prompts, "history": _next_turns}
     rows = []
@@ -84,7 +89,12 @@ async def _prepare(text: ChatTokenizer, bodies: list[bytes], lanes: int) -> Prep
     async def prepare(number: int) -> int:
         request = parse_body(ChatRequest, bodies[number])
         request.check(text, LIMITS)
-        prompt = await loop.run_in_executor(tokenizer_thread, request.prompt, text)
+        prompt = None
+        if request.is_short(text):
+            with contextlib.suppress(NotAtOnceError):
+                prompt = request.prompt(text)
+        if prompt is None:
+            prompt = await loop.run_in_executor(tokenizer_thread, request.prompt, text)
         prompt_ids = prompt.token_ids
         sampling = request.sampling(text, str(number), len(prompt_ids), LIMITS)
         key = (str(number), 0)
@@ -101,9 +111,14 @@ async def _prepare(text: ChatTokenizer, bodies: list[bytes], lanes: int) -> Prep
             tokens += await prepare(number)
         return tokens
 
-    began = time.process_time()
+    began = _cpu_s()
     lane_tokens = await asyncio.gather(*(run_lane(first) for first in range(lanes)))
-    return Preparation(tokens=sum(lane_tokens), cpu_s=time.process_time() - began)
+    return Preparation(tokens=sum(lane_tokens), cpu_s=_cpu_s() - began)
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process and of those that it has started."""
+    return time.process_time() + sum(cpu_s_of(pid) for pid in descendants())
 
 
 def _new_prompts(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes]:

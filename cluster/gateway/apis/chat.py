@@ -21,7 +21,6 @@ from ..text.formats.registry import HARMONY, JSON_OBJECTS, LLAMA3
 from ..text.thinking import closing_tag_id, opening_tag_ids, thinking_terms, thinks
 from ..text.tokenizer import (
     GATEWAY_VARIABLES,
-    SHORT_PROMPT_CHARS,
     SHORT_PROMPT_MESSAGES,
     ChatTokenizer,
     PromptEnding,
@@ -150,7 +149,7 @@ class ChatRequest(SamplingParameters):
         other_chars = sum([message.other_chars for message in self.messages])
         self._is_short = (
             not has_extras
-            and message_chars + other_chars <= SHORT_PROMPT_CHARS
+            and message_chars + other_chars <= tokenizer.short_prompt_chars
             and len(self.messages) <= SHORT_PROMPT_MESSAGES
             and not any(message.tool_calls for message in self.messages)
         )
@@ -283,8 +282,7 @@ class ChatRequest(SamplingParameters):
             tokenizer.tool_format.prepare_messages(messages, tokenizer.template)
         return messages
 
-    @property
-    def is_short(self) -> bool:
+    def is_short(self, _tokenizer: ChatTokenizer) -> bool:
         """True if the conversation is tokenized faster than a thread wakes. Call `check` before."""
         return self._is_short
 

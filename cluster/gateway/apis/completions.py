@@ -17,7 +17,7 @@ from ....protos import frames
 from ..attempt.request import Request
 from ..errors import ApiError
 from ..text.answers import Output, TextDelta
-from ..text.tokenizer import SHORT_PROMPT_CHARS, ChatTokenizer, TokenizedPrompt
+from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .chat import ChatRequest
 from .chat_parts import MESSAGES_MAX, ChatMessage, ChatTool, StreamOptions, check_stream_options
 from .chat_shape import StreamUsage, prompt_logprobs_object, usage_object
@@ -105,11 +105,10 @@ class CompletionPrompt:
         else:
             check_token_ids(self.prompt_input, tokenizer)
 
-    @property
-    def is_short(self) -> bool:
+    def is_short(self, tokenizer: ChatTokenizer) -> bool:
         """True if the prompt takes no time to tokenize."""
         return not isinstance(self.prompt_input, str) or (
-            len(self.prompt_input) <= SHORT_PROMPT_CHARS
+            len(self.prompt_input) <= tokenizer.short_prompt_chars
         )
 
     def prompt(self, tokenizer: ChatTokenizer) -> TokenizedPrompt:

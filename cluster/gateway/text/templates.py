@@ -26,7 +26,7 @@ from .template_reading import TemplateFields, template_fields_of
 KILL_MARGIN_S = 1.0
 MEMORY_MIB = 512  #: Of one process, beyond Python's own: room for the longest text, several times.
 BYTES_PER_CHARACTER = 4  #: Of UTF-8, at most.
-BRIEF_TEXT_BYTES = 1 << 14  #: Of a text that an event loop may tokenize.
+BRIEF_TEXT_BYTES = 1 << 14  #: Of a text that an event loop may take, by default.
 SOURCE_CHARS_MAX = 1 << 20  #: Of a template, as the gateway itself parses it.
 PROCESSES = 1  #: As many conversations are rendered at a time.
 CONTESTED_S = 0.5  #: One rendering may take so long while other conversations wait.
@@ -82,19 +82,22 @@ class ChatTemplates:
         """Return the fields that the template reads of messages and of the parts of their content."""
         return self._fields[tools]
 
-    def render(self, variables: Mapping[str, Any], *, tools: bool) -> str:
+    def render(
+        self, variables: Mapping[str, Any], *, tools: bool, brief_bytes: int = BRIEF_TEXT_BYTES
+    ) -> str:
         """Return the text of a conversation; without a template (`has`) it is empty.
 
         Raises RefusedError if the template refuses the conversation or fails, or goes beyond a
         limit; BusyError, which is one, if another try may help. On the thread of an event loop,
-        which must not wait, raises NotAtOnceError if that would take long.
+        which must not wait, raises NotAtOnceError if that would take long, or if the text has more
+        than `brief_bytes`.
         """
         request = pickle.dumps((tools, variables), protocol=pickle.HIGHEST_PROTOCOL)
         if asyncio._get_running_loop() is None:
             text = self._processes.ask(request)
         else:
             brief_text = self._processes.ask_briefly(request)
-            if brief_text is None or len(brief_text) > BRIEF_TEXT_BYTES:
+            if brief_text is None or len(brief_text) > brief_bytes:
                 raise NotAtOnceError
             text = brief_text
         return text.decode("utf-8", "surrogatepass")

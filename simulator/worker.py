@@ -79,6 +79,7 @@ class SimulatedWorker:
         self.skips_repeated_steps = True  #: False: every step is planned (`exact.py`)
         self.slowness = 1.0  #: every step takes this times what `cost` says
         self.is_alive = True
+        # Steps vary, so they are planned for less than they may take.
         budget_s = None if step_budget_s == inf else step_budget_s * hardware.planned_share
         limits = SchedulerLimits(
             block_tokens=trace.block_tokens,

@@ -81,7 +81,7 @@ class PendingRows:
         rows = slice(self._row_count)
         return DrawnRows(
             token_ids=host.token_ids[rows].tolist(),
-            peaks=host.peaks[rows].numpy(),
+            peaks=host.peaks[rows].numpy(),  # the largest logits, by which damage is found
             tops=host.tops[rows].numpy(),
             logprobs=host.logprobs[rows].numpy(),
             top_ids=host.top_ids[rows].numpy(),
@@ -402,7 +402,7 @@ class DecodeRunner:
             positions=positions,
             slot_blocks=slot_blocks,
             slot_offsets=positions % self._block_tokens,
-            spans=[],
+            spans=[],  # for attention on the host; here `varlen` says the same
             varlen=[varlen],
         )
         return self.decoder.logits(self.decoder.hidden(token_ids, step))

@@ -321,7 +321,10 @@ def graphs_section(bench: DecodeBench) -> ProofSection:
 
 
 def greedy_section(spec: ModelSpec, device: torch.device, steps: int = 12) -> ProofSection:
-    """Compare greedy ids of a small model in float32 here with those of plain torch on the CPU."""
+    """Compare greedy ids of a small model in float32 here with those of plain torch on the CPU.
+
+    Nothing is captured, so decode steps launch their kernels one by one.
+    """
     spec = replace(spec, **SMALL, head_dim=32, vocab=2000, windows=(None, None), dtype="float32")
     bench = DecodeBench(spec, device, 3, 3 * 128)
     cpu = on_cpu(bench.decoder)
@@ -369,7 +372,10 @@ def _last_logits(decoder: Decoder, token_ids: list[int], blocks: list[int]) -> t
 
 
 def on_cpu(decoder: Decoder) -> Decoder:
-    """Return a decoder with the same weights in plain torch on the CPU, with a small pool."""
+    """Return a decoder with the same weights in plain torch on the CPU, with a small pool.
+
+    This is for Llama's layers: no norms of queries and keys, no biases, no experts.
+    """
     spec = decoder.spec
     weights = decoder.weights
     ops = Ops()
@@ -392,10 +398,10 @@ def on_cpu(decoder: Decoder) -> Decoder:
             mlp=Mlp(plain(layer.mlp.gate_up, gated=True), plain(layer.mlp.down)),
         )
         for layer in weights.layers
-        if isinstance(layer.mlp, Mlp)
+        if isinstance(layer.mlp, Mlp)  # as all are; this tells the type checker
     ]
     cpu_weights = DecoderWeights(
-        embedding=weights.embedding.to("cpu", copy=True),
+        embedding=weights.embedding.cpu(),
         layers=layers,
         norm=norm(weights.norm),
         head=plain(weights.head),
@@ -530,14 +536,16 @@ Part = tuple[str, SectionMaker]
 
 
 def device_parts(size: ProofSize, device: torch.device) -> Iterator[Part]:
-    """Yield the machine's ceilings, and whether its captured kernels give the right ids."""
+    """Yield the machine's ceilings, whether steps can be captured, and whether ids are right.
+
+    Each part makes a model of its own; only "Graphs" needs this one.
+    """
     yield "Ceilings", partial(ceilings_section, device)
     spec = size.served()
     bench = DecodeBench(spec, device, 8, 8 * 512)
     try:
         bench.runner.capture()
-    except Exception as problem:  # the other parts are made without graphs
-        bench.runner.graphs = False
+    except Exception as problem:  # the other parts say what they can
         broken = ProofSection("Capture", [f"BROKE: {problem!r}"], failed=True)
         yield "Capture", lambda: broken
     else:
@@ -691,7 +699,10 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
 
 def run_proof(names: SequenceOf[str], size: ProofSize, device: torch.device, path: Path) -> int:
-    """Make the sections that the state file has not yet; return the exit status."""
+    """Make the sections that the state file has not yet; return the exit status.
+
+    A file of another machine counts as empty.
+    """
     state = ProofState.read(path, describe_machine(device))
     with torch.inference_mode():
         for name in names:

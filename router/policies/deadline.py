@@ -217,7 +217,10 @@ class DeadlinePolicy:
         self._choosing += self.queue.forget_worker(worker.slot)
 
     def local_only_changed(self, now: float) -> None:
-        """Let all requests choose again: other workers compute prompts from now on."""
+        """Let all requests choose again: other workers compute prompts from now on.
+
+        The placer has set each request's `local` by then.
+        """
         self.idle_slots.clear()
         self._local_requests.clear()
         self.fleet.credit_again(now)
@@ -624,6 +627,7 @@ class DeadlinePolicy:
         """
         deadline = self._deadline(request, now)
         planned = self.placer.plan_prefill(request, worker, deadline, now)
+        # `span` is when the prompt is computed: its KV arrives behind that.
         gentle = not request.is_old(now)
         candidates = self.placer.decode_candidates(request, planned.span, gentle)
         if not candidates:

@@ -359,6 +359,14 @@ def test_an_answer_is_understood_whole_and_split_anywhere(
         assert parsed(rules, [text[:border], text[border:]]) == whole, text[:border]
 
 
+def test_the_closing_marker_of_a_call_that_was_held_is_left_out_too() -> None:
+    """Its arguments come before its name, so it was not announced."""
+    held = f'<|tool_call|>{{"arguments": {WEATHER_TEXT}, "name": "weather"}}<|/tool_call|>Now.'
+    whole = parsed(rules_of(PHI4, Example(held)), [held])
+    assert [name for name, _ in whole["calls"]] == ["weather"]
+    assert whole["content"] == "Now."
+
+
 def words_of(text: str) -> list[str]:
     return re.findall(r"\w+", text)
 

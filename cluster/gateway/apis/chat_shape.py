@@ -87,8 +87,8 @@ def logprobs_object(
 
     content = [
         {
-            # Only tokens that the client sent itself (`resume_token_ids`) have no logprob. Their
-            # chunks are made for the parser's sake, and dropped unless a stop string held them back.
+            # Only tokens that the client sent itself (`resume_token_ids`) have no logprob. What is
+            # made of them is not sent, as the client has it; but the parser had to see them.
             **entry(token.id, token.logprob or 0.0),
             "top_logprobs": [entry(token_id, logprob) for token_id, logprob in token.top],
         }
@@ -280,8 +280,8 @@ class ChatShape:
         """Return a call that begins; its arguments come in pieces."""
         call_number = self._call_counts.get(answer_index, 0)
         self._call_counts[answer_index] = call_number + 1
-        # An id that derives from the request needs no memory of which calls have one. The wire id is
-        # unique among all requests; clients may use the id that they see, `request.id`, again.
+        # The wire id is unique among all requests; clients may use the id that they see,
+        # `request.id`, again.
         hashed_text = f"{self._request.wire_id}/{answer_index}/{call_number}"
         digest = xxhash.xxh3_128_hexdigest(hashed_text.encode())
         return {

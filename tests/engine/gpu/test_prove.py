@@ -202,7 +202,7 @@ class Bench:
         return []
 
 
-def test_after_a_failed_capture_the_first_model_runs_without_graphs(
+def test_after_a_failed_capture_the_other_parts_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()
@@ -210,7 +210,7 @@ def test_after_a_failed_capture_the_first_model_runs_without_graphs(
     monkeypatch.setattr(prove, "DecodeBench", lambda *_: bench)
     titles = [title for title, _ in prove.device_parts(prove.ProofSize.small(), CPU)]
     assert "Capture" in titles and "Graphs" not in titles
-    assert not bench.runner.graphs
+    assert {"Greedy ids", "Sampling", "Ranks"} <= set(titles)
 
 
 def fake_sections(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:

@@ -401,8 +401,13 @@ def _read_list_or_object(reader: AnswerReader, opening: str, closing: str) -> Re
         reader.add_unread(opening)
     elif (yield from _wait_for_object(reader)):
         yield from _read_announced(reader, end_marker=closing)
-        if closing:
-            yield from reader.skip_space()
-            yield from reader.takes(closing)
-    else:
-        yield from _read_held_object(reader, opening)
+        yield from _skip_closing(reader, closing)
+    elif (yield from _read_held_object(reader, opening)):
+        yield from _skip_closing(reader, closing)
+
+
+def _skip_closing(reader: AnswerReader, closing: str) -> Reading[None]:
+    """Leave the marker behind calls out, if there is one."""
+    if closing:
+        yield from reader.skip_space()
+        yield from reader.takes(closing)

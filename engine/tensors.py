@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from .errors import UnsupportedModel, WeightsError
 from .quantization import Fp8Format
-from .spec import read_json
+from .weight_files import find_tensor_files, open_tensor_file
 
 PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32)  #: types that need no scale
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")  #: instead of "weight"
@@ -27,8 +27,6 @@ NOT_READ = (
     ".v_scale",
     ".kv_scale",
 )
-INDEX_FILE = "model.safetensors.index.json"  #: says which file has which tensor, if there are more
-SINGLE_FILE = "model.safetensors"
 
 
 class CheckpointTensors:
@@ -47,33 +45,8 @@ class CheckpointTensors:
         self.dtype = dtype
         self.fp8 = fp8
         self._files: dict[str, safe_open] = {}  #: files that are mapped now
-        self._shard_of: dict[str, str] = {}  #: tensor -> the file that has it
-        self._read_index()
+        self._shard_of = find_tensor_files(folder)  #: tensor -> the file that has it
         self._not_taken = set(self._shard_of)
-
-    def _read_index(self) -> None:
-        """Finds the file of each tensor: by the index, or in the only file if there is no index.
-
-        A file may repeat a tensor of another one; the index says which of them counts.
-        """
-        index = self.folder / INDEX_FILE
-        weight_map: dict[str, str] = {}
-        if index.exists():
-            weight_map = read_json(index).get("weight_map") or {}
-            if not weight_map or not isinstance(weight_map, dict):
-                raise WeightsError(f"{index} has no weight_map: download it again")
-        for shard in sorted(set(weight_map.values())) or [SINGLE_FILE]:
-            names = set(_open(self.folder / shard).keys())
-            placed_here = sorted(name for name, place in weight_map.items() if place == shard)
-            absent = [name for name in placed_here if name not in names]
-            if absent:
-                raise WeightsError(
-                    f"{shard} in {self.folder} has no tensor {absent[0]}, which {INDEX_FILE} "
-                    "places there: download both again"
-                )
-            for name in names:
-                if weight_map.get(name, shard) == shard:
-                    self._shard_of[name] = shard
 
     def __contains__(self, name: str) -> bool:
         return name in self._shard_of
@@ -144,17 +117,8 @@ class CheckpointTensors:
         self._not_taken.discard(name)
         shard = self._shard_of[name]
         if shard not in self._files:
-            self._files[shard] = _open(self.folder / shard)
+            self._files[shard] = open_tensor_file(self.folder / shard, framework="pt")
         return self._files[shard].get_tensor(name)
-
-
-def _open(path: Path) -> safe_open:
-    if not path.exists():
-        raise WeightsError(f"{path.name} is missing in {path.parent}: download it again")
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is damaged or truncated: {error}; download it again") from None
 
 
 def dequantize(

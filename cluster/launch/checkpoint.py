@@ -17,6 +17,7 @@ from ...engine.demo import CHECKPOINT
 from ...engine.errors import EngineError
 from ...engine.memory import available_memory, weight_bytes
 from ...engine.spec import ModelSpec, read_spec
+from ...engine.weight_files import find_tensor_files
 from ..config import ClusterConfig, ConfigError, PoolConfig
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -59,6 +60,7 @@ def find_checkpoint(config: ClusterConfig) -> Checkpoint:
     try:
         if config.engine.kind == "diptych":
             spec = read_spec(folder)
+            find_tensor_files(folder)  # a worker would find damaged files half a minute later
         else:
             read_facts(folder)
     except EngineError as error:

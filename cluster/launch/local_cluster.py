@@ -465,14 +465,22 @@ def check_formats(settings: ModelSettings) -> None:
 
 
 def check_chat_template(template_file: str | None) -> None:
-    """Check that a file with a chat template can be read. Raises ConfigError."""
+    """Check that a file has a chat template that can be read. Raises ConfigError."""
     if template_file is None:
         return
+    import jinja2
+
+    from ..gateway.text.sandbox import TemplateSandbox
+
     try:
-        Path(template_file).read_text()
+        TemplateSandbox().parse(Path(template_file).read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no text"
         raise ConfigError(f"model.chat_template: {template_file}: {reason}") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"model.chat_template: {template_file}, line {error.lineno}: {error.message}"
+        ) from None
 
 
 def check_port(host: str, port: int, key: str) -> None:

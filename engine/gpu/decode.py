@@ -81,7 +81,8 @@ class PendingRows:
         rows = slice(self._row_count)
         return DrawnRows(
             token_ids=host.token_ids[rows].tolist(),
-            peaks=host.peaks[rows].numpy(),  # the largest logits, by which damage is found
+            # The largest logits, before and after penalties, biases and masks: by them damage is found.
+            peaks=host.peaks[rows].numpy(),
             tops=host.tops[rows].numpy(),
             logprobs=host.logprobs[rows].numpy(),
             top_ids=host.top_ids[rows].numpy(),

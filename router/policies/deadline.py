@@ -110,7 +110,8 @@ class DeadlinePolicy:
     def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
         """Let a new request choose a worker; queue it if the chosen worker does not take it.
 
-        The request is charged to its tenant in any case: entering the queue does it too.
+        The request is charged to its tenant in any case: entering the queue does it too, and puts
+        the requests of a tenant off that has asked for more than its share of all the workers.
         """
         placer = self.placer
         placer.look(request)
@@ -561,6 +562,8 @@ class DeadlinePolicy:
             plan = plan_prefill(request, worker)
             prefill_s = plan.seconds
             if request.local:
+                # The worker keeps its steps short for the answers that it decodes: by its own limit,
+                # or else by this request's target, for want of theirs.
                 prefill_s = paced_prefill_s(worker, prefill_s, request.itl_s)
             reason = self._reason_to_pass(request, worker, prefill_s, now)
             if reason is not None:

@@ -54,6 +54,22 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     refused(serve(str(folder)), "tokenizer.json is missing")
 
 
+def test_weights_that_are_not_whole_are_named_before_anything_starts(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m", "llama")
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1000])
+    refused(serve(str(folder)), "model.safetensors is damaged or truncated", "download it again")
+    weights.unlink()
+    refused(serve(str(folder)), "model.safetensors is missing", "download it again")
+
+
+def test_a_template_that_is_none_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}\n{% for message in messages %}")
+    refused(serve("--chat-template", str(file)), "model.chat_template", "chat.jinja, line 2")
+
+
 @pytest.mark.parametrize("flag", ["--port", "--grpc-port", "--set"])
 def test_a_taken_port_is_named_with_the_way_out(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

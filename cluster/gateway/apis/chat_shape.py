@@ -67,6 +67,7 @@ def prompt_logprobs_object(
     rows: list[JsonObject | None] = [None]
     for token in request.prompt_logprobs:
         row = {str(token.id): entry(token.id, token.logprob, token.rank)}
+        # A completion that echoes its prompt may have asked for more of them by `logprobs`.
         for rank, (token_id, logprob) in enumerate(token.top[: body.prompt_logprobs], 1):
             row[str(token_id)] = entry(token_id, logprob, rank)
         rows.append(row)

@@ -1,7 +1,8 @@
 """What operators can learn of a cluster and order, however they ask: the main path of this folder.
 
-`http.py`, `rpc.py`, `events.py` and `autopilot.py` all go through one `Operations`, so an order
-means the same wherever it comes from. An order passes through these steps:
+Each model has one `Operations` (`model_control.py`). Its autopilot, and through
+`ClusterOperations` also `http.py`, `rpc.py` and `events.py`, all go through it, so an order means
+the same wherever it comes from. An order passes through these steps:
 
 1. It waits until no other order is under way, so that each is judged by the cluster as it is.
 2. `orders.py` says why it may not be carried out, if so; then nothing changes.

@@ -82,10 +82,12 @@ class DiptychConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
+        """Tells that a layer's KV is written; what is sent are pieces of several layers."""
         self._hooks.layer_saved(layer_name)
 
     def wait_for_save(self) -> None:
         """Waits for nothing: pinned blocks are not reused while transfers read them."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Returns the requests whose KV has arrived, or that were aborted while it came."""
         return KVConnectorTransferResults(finished_recving=self._hooks.arrived_requests())

@@ -126,7 +126,7 @@ class TierIndex:
         """Blocks that are in memory and not on disk."""
         return len(self._not_on_disk)
 
-    # ---- loads -----------------------------------------------------------------------------------
+    # ---- loads: pin, find the slots, copy, unpin -------------------------------------------------
 
     def count_held(self, contents: Iterable[bytes]) -> HeldBlocks:
         """Counts the leading blocks of `contents` that a tier holds. Changes nothing."""

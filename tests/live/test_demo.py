@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import httpx
@@ -318,7 +319,9 @@ def test_a_stream_survives_a_process_that_freezes_for_a_while(live: Live, frozen
     assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
 
 
-def test_a_stream_survives_the_death_of_its_decode_worker(live: Live) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_stream_survives_the_end_of_its_decode_worker(live: Live, number: signal.Signals) -> None:
+    """At SIGTERM it hands its streams over and ends at once; the only one waits for the next."""
     question = max(PAIRS, key=lambda q: len(PAIRS[q]))
     body = {"messages": [{"role": "user", "content": question}], "stream": True}
     text, killed = "", False
@@ -332,6 +335,9 @@ def test_a_stream_survives_the_death_of_its_decode_worker(live: Live) -> None:
             for choice in event["choices"]:
                 text += choice["delta"].get("content") or ""
             if not killed and len(text) > 40:
-                os.kill(live.worker("decode")["pid"], signal.SIGKILL)
+                pid = live.worker("decode")["pid"]
+                os.kill(pid, number)
                 killed = True
     assert killed and text == PAIRS[question]
+    assert not Path(f"/proc/{pid}").exists(), "the process was asked to end"
+    eventually(lambda: len(live.status()["workers"]) == 2)

@@ -75,6 +75,7 @@ def same_tokens(folder: Path, **fields) -> None:
     assert sum(lead) >= 6, "no step took its ids from the device"
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
     same_tokens(small("llama"), device=DEVICE)
 

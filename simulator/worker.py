@@ -78,7 +78,7 @@ class SimulatedWorker:
         self.itl_target_s = itl_target_s
         self.skips_repeated_steps = True  #: False: every step is planned (`exact.py`)
         self.slowness = 1.0  #: every step takes this times what `cost` says
-        self.is_alive = True
+        self.is_alive = True  #: False: it has failed, has not joined yet, or was removed
         # Steps vary, so they are planned for less than they may take.
         budget_s = None if step_budget_s == inf else step_budget_s * hardware.planned_share
         limits = SchedulerLimits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -203,8 +204,10 @@ def _run_until_interrupted(
         if supervised is None:
             cluster.start(report_progress)
         else:
+            _exit_at_signal(report_progress)
             cluster.start(report_progress, lambda folder: supervised.tell(ChildNote(folder=folder)))
             supervised.tell(ChildNote(ready=True))
+            _interrupt_once()
         ready = True
         report_progress("ready")
         typer.echo(welcome(cluster))
@@ -242,6 +245,23 @@ def _interrupt_once() -> None:
 
     for number in STOP_SIGNALS:
         signal.signal(number, interrupt)
+
+
+def _exit_at_signal(report_progress: Callable[[str], None]) -> None:
+    """End this process at once on SIGINT or SIGTERM; its supervisor ends what it has started.
+
+    Here an exception would not do: where it meets an import or a finalizer of Ray, it is lost.
+    """
+
+    def end(*_: object) -> None:
+        _ignore_signals()
+        # A terminal may be gone, or the signal has come in the middle of another line.
+        with contextlib.suppress(OSError, RuntimeError):
+            report_progress("stopping")
+        os._exit(0)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, end)
 
 
 def _ignore_signals() -> None:

@@ -43,7 +43,8 @@ from .slot_update import SlotUpdate
 from .slots import SlotTable
 from .varlen import Varlen, copy_to_device, send_together
 
-#: Seconds between two looks at a step of several ranks. The device is a step ahead meanwhile.
+#: Seconds between two looks at a step of several ranks. Where decode runs ahead, the device has its
+#: next step meanwhile.
 POLL_S = 1e-4
 
 

@@ -169,3 +169,40 @@ def test_a_cluster_that_is_lost_again_and_again_is_given_up() -> None:
 
 def test_the_test_process_itself_has_not_ended() -> None:
     assert not has_ended(os.getpid())
+
+
+#: A cluster whose start loses each exception, as imports and finalizers of Ray do now and then.
+STUBBORN_START = """
+import sys, time
+from diptych.cluster.cli.serve import _run_until_interrupted
+from diptych.cluster.launch.supervisor import supervise
+
+def report(line):
+    print(line, flush=True)
+
+class Cluster:
+    def start(self, report_progress, note_folder):
+        report_progress("starting Ray")
+        while True:
+            try:
+                time.sleep(600)
+            except BaseException:
+                pass
+
+sys.exit(supervise(lambda told: _run_until_interrupted(Cluster(), report, told), report))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_loses_exceptions_is_stopped_too(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", STUBBORN_START], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "starting Ray\n"
+            process.send_signal(number)
+            assert process.wait(20) == 0
+            assert process.stdout.read() == "stopping\n"
+        finally:
+            process.kill()

@@ -271,7 +271,8 @@ def read_objects(reader: AnswerReader, opening: str, separators: str) -> Reading
     """Read calls up to the end of the answer. `opening` is what stood in front of them.
 
     `separators` are the characters that may stand between them. What cannot be announced is held
-    until the end, as only then it is known to be calls.
+    until the end, as only then it is known to be calls. If it is none it is content, and a flaw
+    where a marker or a call stood in front of it.
     """
     calls_before = reader.calls
     while (yield from _wait_for_beginning(reader)):

@@ -267,7 +267,7 @@ class ServedModel:
     async def _prompt_of(self, body: PromptBody) -> TokenizedPrompt:
         """Returns the prompt of a body that was checked. Raises ApiError."""
         if body.is_short(self.text):
-            # A thread costs 150 us: to wake it, to be woken, and to take turns with it.
+            # A thread costs 250 us: to wake it, to be woken, and to take turns with it.
             with contextlib.suppress(NotAtOnceError):
                 return body.prompt(self.text)
         return await self._facilities.capacity.tokenize(lambda: body.prompt(self.text))

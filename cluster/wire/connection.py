@@ -53,8 +53,8 @@ FRAME_BYTES_MAX = BUFFER_BYTES_MAX
 #: once after the frame at hand.
 TURN_S = 0.005
 #: Frames that are sent in one turn of the loop leave together, as each write is a system call that
-#: wakes the peer (20 to 40 us); but no later than when so many bytes wait, or after so many seconds
-#: if there are further frames.
+#: wakes the peer; but no later than when so many bytes wait, or after so many seconds if there are
+#: further frames.
 GATHERED_BYTES_MAX = 64 << 10
 GATHERED_S_MAX = 0.001
 _LENGTH = struct.Struct(">I")  #: Stands in front of each frame: its bytes.

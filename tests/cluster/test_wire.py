@@ -125,6 +125,23 @@ def test_frames_go_both_ways_in_order() -> None:
     run(test)
 
 
+def test_frames_of_one_turn_leave_together_and_those_before_an_abort_leave_too() -> None:
+    async def test() -> None:
+        server = Server()
+        peer = await dialled(await server.listener.start("127.0.0.1"))
+        writes: list[bytes] = []
+        write = peer._writer.write
+        peer._writer.write = lambda data: (writes.append(data), write(data))[1]  # type: ignore[method-assign]
+        for attempt in range(3):
+            peer.send(f.CancelAttempt(("r", attempt)))
+        peer.abort()
+        await server.ended.wait()
+        assert len(writes) <= 2, "one, or two where the machine is slow"
+        assert [frame.attempt_key[1] for frame in server.frames] == [0, 1, 2]
+
+    run(test)
+
+
 def test_a_peer_without_the_secret_is_refused() -> None:
     async def test() -> None:
         server = Server()

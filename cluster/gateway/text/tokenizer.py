@@ -64,7 +64,7 @@ OPEN_END_MARK = "<|open-end-of-the-last-message|> "
 #: gateway do not run meanwhile.
 DECODED_AT_ONCE = 2048
 #: Characters of a prompt that the event loop may tokenize: in 0.1 ms, in 2.5 at most. To hand it
-#: to a thread costs 0.15 ms of CPU. The second limit is that of `fastokens`.
+#: to a thread costs 0.25 ms of CPU. The second limit is that of `fastokens`.
 SHORT_PROMPT_CHARS = 2048
 FAST_SHORT_PROMPT_CHARS = 16_384
 #: What a template makes of such a prompt has so many bytes for each character at most; of a longer

@@ -29,14 +29,18 @@ class Worker:
         self.name = name
         self.begun: list[list[int]] = []  #: prompts of the attempts that came
         self.tokens_before_crash = 2
+        self.is_sound = False  #: True: it does not crash.
+        self.answers_calls = True  #: False: as if the process had ended, and no socket said so yet.
         self.listener = FrameListener(secret, f.FramesToWorker, self._serve)
 
     async def _serve(self, peer: FrameConnection, _: f.Hello) -> None:
         async for frame in peer.frames(60.0):
+            if isinstance(frame, f.InspectProcess) and self.answers_calls:
+                peer.send(f.CallReply(frame.call_id, {}))
             if not isinstance(frame, f.StartDecode):
                 continue
             self.begun.append(frame.token_ids)
-            is_poison = frame.token_ids[:3] == POISON
+            is_poison = frame.token_ids[:3] == POISON and not self.is_sound
             count = self.tokens_before_crash if is_poison else 4
             tokens = [f.Token(100 + number) for number in range(count)]
             done = None if is_poison else "length"
@@ -116,6 +120,24 @@ async def test_a_request_that_gets_on_between_two_losses_is_not_blamed() -> None
         assert error.reason == "worker_crashed"
         begun = [name for name, worker in workers.items() if worker.begun]
         assert begun == ["decode/a", "decode/b", "decode/c"]
+
+
+@pytest.mark.parametrize("tokens_before_crash", [0, crashes.SAME_PLACE_TOKENS])
+async def test_workers_that_end_together_with_their_host_are_not_laid_to_the_request(
+    tokens_before_crash: int,
+) -> None:
+    async with fleet() as (generator, workers):
+        workers["decode/a"].tokens_before_crash = tokens_before_crash
+        for name in ("decode/b", "decode/c"):  # they ended with "a", unnoticed so far
+            workers[name].answers_calls = False
+            workers[name].tokens_before_crash = 0
+        workers["decode/d"].is_sound = True
+        asked = request(POISON)
+        generator.max_attempts = len(workers)
+        await generator.run(asked, Reader())
+        assert asked.finish_reason == "length"
+        reasons = [failure.reason for failure in asked.failures]
+        assert reasons == ["worker_lost", "worker_gone", "worker_gone"]
 
 
 def test_a_worker_that_ends_later_in_the_answer_begins_the_count_again() -> None:

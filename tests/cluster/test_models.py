@@ -208,7 +208,7 @@ def test_a_model_that_goes_is_refused_at_once_and_its_streams_end_as_they_would(
     held = threading.Event()
     submit = other.plane.submit
 
-    def submit_later(worker: str, frame: Any) -> None:
+    def submit_later(worker: str, frame: Any, ask_for_life: bool = False) -> None:
         """The answer begins when the test lets it."""
 
         def wait() -> None:
@@ -240,7 +240,7 @@ def test_a_request_that_does_not_end_is_ended_with_its_model(
     monkeypatch.setattr(model_directory, "LEAVE_LIMIT_S", 0.2)
     other = gateway.gateway.find("other")
     ended = threading.Event()
-    other.plane.submit = lambda worker, frame: None  # type: ignore[method-assign]
+    other.plane.submit = lambda worker, frame, **_: None  # type: ignore[method-assign]
     inboxes = other.plane._inboxes
 
     def end_requests(error: Exception, wire_id: str = "") -> None:

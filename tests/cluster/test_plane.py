@@ -53,6 +53,9 @@ async def test_a_closed_plane_leaves_its_peers_fails_its_attempts_and_keeps_no_t
         plane.submit("decode/a", f.StartDecode(("r", 0), 1, [1], f.Sampling(1), None))
         await plane.close()
         assert inbox.get_nowait() == f.AttemptFailed(("r", 0), "decode/a", "worker_lost")
+        late_inbox = plane.watch(("s", 0))
+        plane.submit("decode/a", f.StartDecode(("s", 0), 1, [1], f.Sampling(1), None))
+        assert late_inbox.get_nowait() == f.AttemptFailed(("s", 0), "decode/a", "worker_gone")
         assert not plane.connected("decode/a") and not plane.link.connected
         await until(lambda: (router.left, worker.left) == (1, 1), 10.0, lambda: "still connected")
         assert (router.callers, worker.callers) == (1, 1), "nobody is dialled again"

@@ -41,7 +41,7 @@ class ScriptedPlane:
         self.said.append(frame)
         self.script(self, frame)
 
-    def submit(self, worker: str, frame: Any) -> None:
+    def submit(self, worker: str, frame: Any, ask_for_life: bool = False) -> None:
         self.said.append(frame)
         self.script(self, frame)
 

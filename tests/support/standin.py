@@ -89,7 +89,7 @@ class Workers:
         placed = f.AttemptPlaced(frame.attempt_key, 1, None, "decode/1", 0, 0.0)
         self._inboxes[frame.attempt_key].put_nowait(placed)
 
-    def submit(self, worker: str, frame: f.StartDecode) -> None:
+    def submit(self, worker: str, frame: f.StartDecode, ask_for_life: bool = False) -> None:
         loop = asyncio.get_running_loop()
         self.tasks[frame.attempt_key] = loop.create_task(self._answer(frame))
 

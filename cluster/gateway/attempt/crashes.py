@@ -3,6 +3,9 @@
 A worker may end under any request, as machines fail. But where the next worker ends too, at the
 same place of the same answer, the request itself is the likely cause: its attempts stop there, and
 for a while the same request is refused whenever it comes. Each gateway knows those that it ran.
+
+Workers also end together, with their host. So a worker that had ended before the request came to it
+(`worker_gone`) does not count: after a first loss each worker is asked to answer before it begins.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ class CrashCount:
     crashes: int = 0
 
     def record(self, new_tokens: int) -> None:
-        """Count a worker that ended when the attempt had given so many tokens."""
+        """Count a worker that ended under an attempt which had given so many tokens."""
         at_same_place = new_tokens <= SAME_PLACE_TOKENS
         self.crashes = self.crashes + 1 if at_same_place else 1
 

@@ -46,6 +46,8 @@ Result = TypeVar("Result")
 
 #: Failures of the request itself: another attempt would fail the same way.
 FAULTS_OF_REQUEST = {"context_length_exceeded"}
+#: The worker's connection ended under the attempt, or had ended before the attempt came.
+LOST_REASONS = {"worker_lost", "worker_gone"}
 #: The worker is sound and wants the request to go on elsewhere, or is only suspected to be frozen.
 #: The request goes on at once, and the attempt does not count as failed.
 HANDOVER_REASONS = {frames.HANDOVER, "draining", "wrong_role", "silent"}
@@ -67,7 +69,7 @@ def end_reason_of(failure: frames.AttemptFailed) -> EndReason:
     # over (`kv_handover`), so does this attempt.
     if failure.reason.removeprefix("kv_") in HANDOVER_REASONS:
         return EndReason.HANDED_OVER
-    if failure.reason == "worker_lost":
+    if failure.reason in LOST_REASONS:
         return EndReason.LOST
     return EndReason.FAILED
 
@@ -126,7 +128,8 @@ class RetryState:
         self.failed_attempts += 1
         backoff_s: float = BACKOFF_S * 2 ** (self.failed_attempts - 1)
         if end_reason == EndReason.LOST:
-            self.crashes.record(new_tokens)
+            if failure.reason == "worker_lost":  # else it had ended before the request came
+                self.crashes.record(new_tokens)
             self.lost_workers.append(failure.worker)
             return 0.0 if self.failed_attempts == 1 else backoff_s
 
@@ -237,7 +240,7 @@ class Generator:
             try:
                 place = self._place(request, attempt, retries, inbox)
                 placed = await _within_deadline(request, place)
-                self._submit(request, attempt, placed)
+                self._submit(request, attempt, placed, after_loss=bool(retries.lost_workers))
                 await self._receive(request, attempt, placed, inbox=inbox, sink=sink)
             finally:
                 outcome = _attempt_outcome(request, attempt)
@@ -336,13 +339,18 @@ class Generator:
         )
 
     def _submit(
-        self, request: Request, attempt: RunningAttempt, placed: frames.AttemptPlaced
+        self,
+        request: Request,
+        attempt: RunningAttempt,
+        placed: frames.AttemptPlaced,
+        after_loss: bool,
     ) -> None:
         """Sends the attempt to its workers, the decode worker first: it has to reserve blocks.
 
         Without a prefill worker the decode worker computes the prompt itself. `term` numbers the
         routers one after the other: a worker refuses an attempt that was placed by an older router
-        than it has seen.
+        than it has seen. `after_loss` says that a worker has ended under this request: the next one
+        may have ended at the same moment, with its host, which must not be laid to the request.
         """
         attempt_input = request.attempt_input()
         decode = frames.StartDecode(
@@ -359,7 +367,7 @@ class Generator:
             cache_partition=attempt_input.cache_partition,
             background=placed.background,
         )
-        self.plane.submit(placed.decode_worker, decode)
+        self.plane.submit(placed.decode_worker, decode, ask_for_life=after_loss)
         if not placed.prefill_worker:
             return
 
@@ -376,7 +384,7 @@ class Generator:
             cache_partition=attempt_input.cache_partition,
             background=placed.background,
         )
-        self.plane.submit(placed.prefill_worker, prefill)
+        self.plane.submit(placed.prefill_worker, prefill, ask_for_life=after_loss)
 
     async def _receive(
         self,
@@ -515,7 +523,7 @@ def _journal_events(
                 # `all_answers_begun` is about the attempt under way.
                 # What it fails with while it still sends KV, other than by its own loss, counts.
                 prefill_is_done = request.all_answers_begun and worker == placed.prefill_worker
-                if not (prefill_is_done and reason in ("worker_lost", "silent")):
+                if not (prefill_is_done and reason in (*LOST_REASONS, "silent")):
                     failure = failure or event
             case ApiError():
                 raise event

@@ -2,7 +2,8 @@
 
 Life of a worker's connection: the router's directory names the worker, and it is dialled, again and
 again while the directory names it. Frames for a worker that is being dialled wait for it. When the
-connection ends, every attempt on that worker gets `AttemptFailed` with the reason `worker_lost`.
+connection ends, every attempt on that worker gets `AttemptFailed` with the reason `worker_lost`, or
+`worker_gone` if the worker had ended before the attempt came.
 A worker that is silent may be frozen: its attempts fail with `silent` if another worker can go on.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from contextlib import aclosing
 from itertools import chain
 from typing import Any, TypeAlias, assert_never
@@ -168,6 +169,8 @@ class Plane:
         self._inboxes: dict[frames.AttemptKey, Inbox] = {}  #: Of the attempts under way.
         #: Workers that an attempt was sent to.
         self._attempt_workers: dict[frames.AttemptKey, set[str]] = {}
+        #: Attempts whose worker was asked for a sign of life and has given none yet, by call id.
+        self._unconfirmed: dict[int, tuple[frames.AttemptKey, str]] = {}
         #: Requests for a place without an answer: said again to a new router.
         self._unplaced: dict[frames.AttemptKey, frames.PlaceAttempt] = {}
         #: How often a silent worker's requests went on elsewhere, as it may be frozen.
@@ -244,11 +247,17 @@ class Plane:
         if self._without_router:
             self._place_alone(frame)
 
-    def submit(self, worker: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
+    def submit(
+        self,
+        worker: str,
+        frame: frames.StartPrefill | frames.StartDecode,
+        ask_for_life: bool = False,
+    ) -> None:
         """Sends an attempt to a worker, once it is connected.
 
         The inbox gets `AttemptFailed` if the worker is gone, or is silent while another worker of
-        its role is not.
+        its role is not. With `ask_for_life` the worker is asked to answer before it begins, so that
+        its end tells whether it lived until then: `worker_lost`, or else `worker_gone`.
         """
         key = frame.attempt_key
         self._attempt_workers[key].add(worker)
@@ -256,12 +265,16 @@ class Plane:
             connection = self._workers[worker]
             if connection.suspected and self._another_can_go_on(worker):
                 self._deliver(key, frames.AttemptFailed(key, worker, "silent"))
-            else:
-                connection.send(frame)
+                return
+            if ask_for_life:
+                self._next_call += 1
+                self._unconfirmed[self._next_call] = (key, worker)
+                connection.send(frames.InspectProcess(self._next_call))
+            connection.send(frame)
         elif worker in self._dialing:
             self._unsent.setdefault(worker, []).append(frame)
         else:
-            self._deliver(key, frames.AttemptFailed(key, worker, "worker_lost"))
+            self._deliver(key, frames.AttemptFailed(key, worker, "worker_gone"))
 
     def forget(self, outcome: frames.AttemptOutcome, cancel: bool) -> None:
         """Ends an attempt and tells the router; with `cancel` the workers are told too."""
@@ -270,6 +283,10 @@ class Plane:
         if inbox is not None:
             inbox.clear()
         self._unplaced.pop(key, None)
+        if self._unconfirmed:  # nearly never
+            self._unconfirmed = {
+                call_id: asked for call_id, asked in self._unconfirmed.items() if asked[0] != key
+            }
         self.link.send(outcome)
         for worker in self._attempt_workers.pop(key, set()):
             if cancel and worker in self._workers:
@@ -437,10 +454,11 @@ class Plane:
     def _worker_lost(self, worker: str) -> None:
         """Fails all attempts on a worker whose connection has ended, or cannot be made."""
         connection = self._workers.pop(worker, None)
-        self._unsent.pop(worker, None)
+        unsent = {frame.attempt_key for frame in self._unsent.pop(worker, [])}
+        unconfirmed = {key for key, asked in self._unconfirmed.values() if asked == worker}
         if connection:
             connection.abort()
-        self._fail_attempts(worker, "worker_lost")
+        self._fail_attempts(worker, "worker_lost", gone_for=unsent | unconfirmed)
 
     def _suspect(self, worker: str) -> None:
         """Fails the attempts of a worker that may be frozen, if another can go on with them."""
@@ -458,10 +476,14 @@ class Plane:
             if other.role == card.role and name != worker
         )
 
-    def _fail_attempts(self, worker: str, reason: str) -> None:
+    def _fail_attempts(
+        self, worker: str, reason: str, gone_for: Set[frames.AttemptKey] = frozenset()
+    ) -> None:
+        """Fails all attempts on a worker; for those of `gone_for` it had ended before they came."""
         for key, workers in self._attempt_workers.items():
             if worker in workers:
-                self._deliver(key, frames.AttemptFailed(key, worker, reason))
+                why = "worker_gone" if key in gone_for else reason
+                self._deliver(key, frames.AttemptFailed(key, worker, why))
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -556,6 +578,7 @@ class Plane:
             del self._calls[call_id]
 
     def _take_reply(self, call_id: int, values: dict[str, Any]) -> None:
+        self._unconfirmed.pop(call_id, None)
         reply = self._calls.get(call_id)
         if reply and not reply.done():
             reply.set_result(values)

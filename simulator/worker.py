@@ -106,6 +106,8 @@ class SimulatedWorker:
         self.link_in_free_at = 0.0  #: when the last transfer to here ends
         # since the last report
         self.report_number = 0  #: of the last report
+        #: Steps were booked. A worker without any that runs nothing either makes no report: what else
+        #: happened to it is told by the attempts' own messages.
         self.has_changed = False
         self.prefill_tokens = 0
         self.prefill_seconds = 0.0

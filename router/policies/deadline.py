@@ -54,8 +54,9 @@ OVERDUE_DEADLINE_S = 30.0
 CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
 OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
 
-#: Of the fleet's rate, the share at which overdue requests are served at least, as every
-#: `OVERDUE_TURN`-th pull is theirs.
+#: Of the fleet's rate, the share at which overdue requests are taken to be served at least, when
+#: the wait of a newcomer is predicted: about every `OVERDUE_TURN`-th pull is theirs. While all
+#: workers have much to do they get less, and wait longer than was predicted.
 LOWEST_RATE = 1 / OVERDUE_TURN
 
 
@@ -497,7 +498,8 @@ class DeadlinePolicy:
         self, worker: WorkerState, now: float, decided: list[Placement | Rejection]
     ) -> Outcome:
         # In this order: an old overdue request whose turn it is, the best urgent one, and, if there
-        # is none, any overdue one. Overdue requests go only where they hold up nobody.
+        # is none, any overdue one. Overdue requests go only to a worker whose prompts leave room in
+        # its next step: there they hold up nobody.
         choice = PullChoice(None, [])
         may_begin_background = self.fleet.takes_background(worker)
         if may_begin_background:
@@ -528,7 +530,10 @@ class DeadlinePolicy:
         return worker in self.placer.allowed(request, self._prompt_workers())
 
     def _oldest_overdue(self, worker: WorkerState, now: float) -> QueuedRequest | None:
-        """Return the oldest overdue request, if it is its turn: nobody starves."""
+        """Return the oldest overdue request, if it is its turn.
+
+        Without turns, urgent requests that keep coming would hold it up for ever.
+        """
         if self._pulls % OVERDUE_TURN or not self.queue.overdue:
             return None
         oldest = next(iter(self.queue.overdue.values()))
@@ -545,7 +550,8 @@ class DeadlinePolicy:
         """Return the most urgent request that the worker can serve in time.
 
         A less urgent request goes first if the worker's cache saves a lot of its prefill, and the
-        most urgent one can stand that.
+        most urgent one can stand that. This is asked with less to spare than a pull needs: the
+        urgent one may be pulled by other workers meanwhile, and has its turns in the offers.
         """
         choice = PullChoice(None, [])
         if not self.fleet.decode_workers:

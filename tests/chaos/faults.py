@@ -23,15 +23,14 @@ FindProcesses = Callable[[Live, dict[str, Any]], list[int]]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, and to how many processes at once: one of each group."""
+    """What is done, and to how many processes at once: one of each group, or all of them."""
 
     name: str  #: as in the matrix
     groups: tuple[FindProcesses, ...]
     signal: signal.Signals = signal.SIGKILL
     #: Whether the processes must be replaced: not so if they only freeze for a while.
     replaces: bool = True
-    #: Whether all that is in flight may be cut off: clients then send it again.
-    cuts: bool = False
+    hits_all: bool = False  #: of each group, not one
 
 
 def _workers(home: str) -> FindProcesses:
@@ -75,26 +74,28 @@ _RAY = {
     "raylet": _of_ray("raylet/raylet"),
     "dashboard agent": _of_ray("ray::DashboardAgent"),
 }
+_ALL = {**_PARTS, **_RAY}
 FAULTS = (
-    *(Fault(f"KILL {name}", (find,), cuts=name == "gateway") for name, find in _PARTS.items()),
+    *(Fault(f"KILL {name}", (find,)) for name, find in _PARTS.items()),
     *(
         Fault(f"STOP {name} {STOPPED_S:g} s", (find,), signal.SIGSTOP, replaces=False)
-        for name, find in _PARTS.items()
+        for name, find in _ALL.items()
     ),
-    *(
-        Fault(f"TERM {name}", (find,), signal.SIGTERM, cuts=name == "gateway")
-        for name, find in _PARTS.items()
-        if name in ("prefill", "decode", "router", "gateway")
-    ),
+    *(Fault(f"TERM {name}", (find,), signal.SIGTERM) for name, find in _PARTS.items()),
     Fault("KILL prefill and decode", (_PARTS["prefill"], _PARTS["decode"])),
     Fault("KILL decode and router", (_PARTS["decode"], _router)),
-    *(Fault(f"KILL {name}", (find,), cuts=True) for name, find in _RAY.items()),
+    Fault("KILL decode and gateway", (_PARTS["decode"], _gateways)),
+    Fault("KILL gateway and router", (_gateways, _router)),
+    Fault("KILL all decode workers", (_PARTS["decode"],), hits_all=True),
+    *(Fault(f"KILL {name}", (find,)) for name, find in _RAY.items()),
 )
 
 
 def inject(fault: Fault, live: Live, status: dict[str, Any], draw: random.Random) -> list[int]:
     """Does it; returns the processes that were hit. A frozen one goes on after `STOPPED_S`."""
-    victims = [_choose(find(live, status), fault, draw) for find in fault.groups]
+    victims = [
+        victim for find in fault.groups for victim in _choose(find(live, status), fault, draw)
+    ]
     for victim in victims:
         os.kill(victim, fault.signal)
     if fault.signal == signal.SIGSTOP:
@@ -104,9 +105,9 @@ def inject(fault: Fault, live: Live, status: dict[str, Any], draw: random.Random
     return victims
 
 
-def _choose(found: Sequence[int], fault: Fault, draw: random.Random) -> int:
+def _choose(found: Sequence[int], fault: Fault, draw: random.Random) -> list[int]:
     assert found, f"{fault.name}: there is no such process"
-    return draw.choice(list(found))
+    return list(found) if fault.hits_all else [draw.choice(list(found))]
 
 
 def _continue(process: int) -> None:

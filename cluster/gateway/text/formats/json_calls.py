@@ -93,8 +93,8 @@ def read_cut_call(text: str, function_names: Collection[str]) -> ToolCall | None
     """Read a call whose end is missing; its arguments are all that stands where they belong.
 
     They are empty if the text ends with the colon in front of them. Returns None if that colon is
-    missing too, or if the function is not in `function_names`: a whole object shows by itself that
-    it is a call, a beginning only by a function that the request has.
+    missing too, or if the function is not in `function_names`: only by a function that the request
+    has can a beginning be told from text that is no call.
     """
     beginning = CALL_BEGINNING.match(text)
     if beginning is None:
@@ -112,7 +112,8 @@ def read_calls(
 
     The tag may stand in front of them: a model may repeat it behind a call that came out before.
     Returns an empty list if the answer has anything else, or a call of a function that is not among
-    `function_names`.
+    `function_names`. The names decide because nothing marks the end of such calls, and mostly not
+    their beginning either: an answer in JSON may look like one. So it is behind the tag too.
     """
     decoder = json.JSONDecoder()
     calls: list[ToolCall] = []

@@ -429,8 +429,10 @@ class SimulatedWorker:
     ) -> None:
         """Books prefilled tokens; with a prompt's last ones comes a token.
 
-        An attempt's prompt is filled once. What is computed again after a preemption, on the worker
-        that decodes, gives the answer's next token, which may be the last.
+        An attempt's prompt is filled once. Its token is the first one, unless the attempt goes on
+        where another failed: the simulation, which knows that, notes its time for those in `filled`.
+        What is computed again after a preemption, on the worker that decodes, gives the answer's
+        next token, which may be the last.
         """
         attempt = self._attempt_of(sequence)
         if attempt is None or not self.scheduler.record_computed(sequence, tokens):

@@ -82,7 +82,8 @@ class PendingRows:
         rows = slice(self._row_count)
         return DrawnRows(
             token_ids=host.token_ids[rows].tolist(),
-            # The largest logits, before and after penalties, biases and masks: by them damage is found.
+            # Damage is found by the largest logits: `peaks` are as the model gave them, `tops` are
+            # behind penalties, biases and masks.
             peaks=host.peaks[rows].numpy(),
             tops=host.tops[rows].numpy(),
             logprobs=host.logprobs[rows].numpy(),

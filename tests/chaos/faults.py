@@ -15,6 +15,8 @@ import psutil
 
 from tests.support.live import Live
 
+from .matrix import UNDISTURBED
+
 STOPPED_S = 5.0  #: for which a frozen process is stopped
 
 #: Finds the processes that a fault may hit, given the cluster and its status.
@@ -76,6 +78,7 @@ _RAY = {
 }
 _ALL = {**_PARTS, **_RAY}
 FAULTS = (
+    Fault(UNDISTURBED, ()),
     *(Fault(f"KILL {name}", (find,)) for name, find in _PARTS.items()),
     *(
         Fault(f"STOP {name} {STOPPED_S:g} s", (find,), signal.SIGSTOP, replaces=False)

@@ -8,18 +8,25 @@ from datetime import date
 
 import numpy as np
 
+UNDISTURBED = "none"  #: The name of the fault that does nothing: what the load is without one.
+
 HEAD = """# What happens when a process dies
 
-Two prefill and two decode workers, a router, two gateways and Control on one machine, under a load of eight users who send
-requests of {kinds} kinds one after the other. Each answer is compared with the answer of an undisturbed cluster, byte
-for byte. Run on {day}:
+Two prefill and two decode workers, a router, two gateways and Control on one machine of two cores, under a load of
+eight users who send requests of {kinds} kinds one after the other: chats whole and streamed, several answers with
+logprobs, penalties, stop strings, a JSON schema, messages, responses, gRPC. Each answer is compared with the answer of
+an undisturbed cluster, byte for byte. Last run on {day}:
 
-    make chaos
+    make chaos ARGS='--write docs/crash-matrix.md'
 
-*Cut off* are requests whose connection broke, or that got an error that says to come back: the client sent them again
-under the same request id, and they were answered. *Failed* are those without an answer after 60 s of trying. The pause
-is the longest time that any client waited for the next word of its answer, over all tries. *Whole again* is when all
-replicas are back and ready.
+**Of {requests:,} requests under {faults} faults {wrong} got a wrong answer, and {failed} got none.**
+
+*KILL*, *TERM* and *STOP* are the signals; a stopped process goes on after 5 s. A process is drawn by seed where there
+are several of its kind. *Cut off* are requests whose connection broke, or that got an error that says to come back:
+the client sent them again under the same request id, and they were answered. *Failed* are those without an answer
+after 60 s of trying. The pause is the longest time that any client of a repetition waited for the next word of its
+answer, its time in queues and all tries included. *Whole again* is when all replicas are back and ready. *Leaks* are
+repetitions after which a block or a job was held by nobody.
 
 | fault | times | requests | wrong | failed | cut off | longest pause s, p50 / p95 | whole again s, p50 / max | leaks |
 |---|---|---|---|---|---|---|---|---|
@@ -51,7 +58,15 @@ def matrix_page(repetitions: Sequence[Repetition], day: date, kinds: int = 9) ->
     rows = []
     for fault in dict.fromkeys(one.fault for one in repetitions):
         rows.append(_row(fault, [one for one in repetitions if one.fault == fault]))
-    page = HEAD.format(day=day, kinds=kinds) + "\n".join(rows) + "\n"
+    head = HEAD.format(
+        day=day,
+        kinds=kinds,
+        requests=sum(one.requests for one in repetitions),
+        faults=sum(one.fault != UNDISTURBED for one in repetitions),
+        wrong=sum(one.wrong for one in repetitions),
+        failed=sum(one.failed for one in repetitions),
+    )
+    page = head + "\n".join(rows) + "\n"
     errors = sorted({f"- {one.fault}: {text}" for one in repetitions for text in one.errors})
     if errors:
         page += "\n## What went wrong\n\n" + "\n".join(errors) + "\n"

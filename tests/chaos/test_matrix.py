@@ -43,6 +43,7 @@ def test_an_answer_is_the_same_whichever_tokens_come_in_one_event() -> None:
 def test_a_row_adds_up_its_repetitions() -> None:
     page = matrix_page([repetition("KILL router", number) for number in range(3)], date(2026, 1, 2))
     assert "| KILL router | 3 | 300 | 0 | 0 | 6 | 2.0 / 2.9 | 5.0 / 6.0 | 0 |" in page
+    assert "Of 300 requests under 3 faults 0 got a wrong answer, and 0 got none." in page
     assert "2026-01-02" in page and "What went wrong" not in page
 
 

@@ -1,4 +1,4 @@
-.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube chaos loadtest lint format docs \
+.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube chaos soak loadtest lint format docs \
 	protos kube kube-down
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
@@ -56,6 +56,10 @@ test-vllm: install
 # On demand: every fault on a live cluster under load (tests/chaos).
 chaos: install
 	$(BIN)/python -m tests.chaos.run $(ARGS)
+
+# On demand: an hour of load with a fault a minute.
+soak: install
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 test-clients: install
 	$(BIN)/python -m tests.clients.run --write $(ARGS)

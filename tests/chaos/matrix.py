@@ -25,7 +25,7 @@ an undisturbed cluster, byte for byte. Last run on {day}:
 are several of its kind. *Cut off* are requests whose connection broke, or that got an error that says to come back:
 the client sent them again under the same request id, and they were answered. *Failed* are those without an answer
 after 60 s of trying. The pause is the longest time that any client of a repetition waited for the next word of its
-answer, its time in queues and all tries included. *Whole again* is when all replicas are back and ready. *Leaks* are
+answer, its time in queues and all tries included. *Whole again* is when all replicas are back and ready, and no transfer has failed for a minute. *Leaks* are
 repetitions after which a block or a job was held by nobody.
 
 | fault | times | requests | wrong | failed | cut off | longest pause s, p50 / p95 | whole again s, p50 / max | leaks |

@@ -23,6 +23,7 @@ from diptych.cluster.launch.processes import has_ended
 from tests.support.live import Live, running
 
 from .faults import FAULTS, Fault, inject
+from .growth import soak_section
 from .load import Answered, Client, references, use
 from .matrix import Repetition, matrix_page
 
@@ -62,6 +63,9 @@ def main() -> None:
     plan = Plan(given.out, given.repetitions, chosen)
     run(plan)
     page = matrix_page(read(plan.folder), datetime.now(UTC).date())
+    soak = plan.folder / "soak.json"
+    if soak.exists():
+        page += soak_section(json.loads(soak.read_text()))
     print(page)
     if given.write:
         given.write.write_text(page)
@@ -108,11 +112,11 @@ async def _repeat(live: Live, fault: Fault, number: int, seed: int) -> Repetitio
         status = await asyncio.to_thread(live.status)
         began_at = time.monotonic()
         victims = await asyncio.to_thread(inject, fault, live, status, draw)
-        whole_s = await _seconds_until_whole(live, fault, victims, began_at)
+        whole_s = await seconds_until_whole(live, fault, victims, began_at)
         await asyncio.sleep(AFTER_S)
         over.set()
         answers = [one for answered in await asyncio.gather(*users) for one in answered]
-        leaks = await _leaks(live)
+        leaks = await leaks_of(live)
     finally:
         await client.close()
     return _judge(fault, number, answers, expected, whole_s=whole_s, leaks=leaks)
@@ -142,7 +146,7 @@ def _judge(
     )
 
 
-async def _seconds_until_whole(
+async def seconds_until_whole(
     live: Live, fault: Fault, victims: list[int], began_at: float
 ) -> float | None:
     """Waits until the cluster is healthy, without the processes that were killed; None: never."""
@@ -164,7 +168,7 @@ def _is_whole(live: Live) -> bool:
     return ready and full and status["state"] == "healthy"
 
 
-async def _leaks(live: Live) -> str:
+async def leaks_of(live: Live) -> str:
     """Returns what is still held by nobody after the load; empty: nothing."""
     deadline = time.monotonic() + IDLE_LIMIT_S
     while True:

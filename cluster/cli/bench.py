@@ -86,7 +86,7 @@ def router(
     entries: Annotated[
         int, typer.Option(min=0, help="Pairs of worker and prefix drawn for the index.")
     ] = 2_600_000,
-    queued: Annotated[int, typer.Option(min=1, help="Requests in the line.")] = 500,
+    queued: Annotated[int, typer.Option(min=1, help="Requests in the queue.")] = 500,
     output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
 ) -> None:
     """Measure one routing decision, and all that a fleet tells the router, on one core."""

@@ -78,6 +78,13 @@ class KubeRayPools:
             f"RayService {self._name} was changed by others at the same time; try again"
         )
 
+    async def check(self, counts: dict[str, int]) -> None:
+        async with self._client() as client:
+            present = await self._get(client, "rayservices", self._name)
+        refusal = rayservice.slots_refusal(present, counts)
+        if refusal:
+            raise ScaleError(refusal)
+
     async def _order(self, counts: dict[str, int]) -> bool:
         """Write the order into the version of the RayService that is current now.
 

@@ -177,8 +177,7 @@ class Operations:
             targets = {name: pool.target for name, pool in pools.items()}
             changes = orders.planned_changes(targets, counts)
             sentence = ", ".join(str(change) for change in changes)
-            if not dry_run:
-                await self._resize(changes, sentence)
+            await self._resize(changes, sentence, dry_run=dry_run)
             return {
                 "changes": [change._asdict() for change in changes],
                 "says": sentence,
@@ -186,7 +185,10 @@ class Operations:
                 "dry_run": dry_run,
             }
 
-    async def _resize(self, changes: list[orders.PoolChange], sentence: str) -> None:
+    async def _resize(
+        self, changes: list[orders.PoolChange], sentence: str, *, dry_run: bool
+    ) -> None:
+        """Give the order to the pools, or only ask whether they would take it. Raises ApiError."""
         new_counts = {
             change.pool: change.after for change in changes if change.before != change.after
         }
@@ -194,7 +196,10 @@ class Operations:
             return
         try:
             async with asyncio.timeout(RESIZE_TIMEOUT_S):
-                await self.pool_scaler.resize(new_counts)
+                if dry_run:
+                    await self.pool_scaler.check(new_counts)
+                else:
+                    await self.pool_scaler.resize(new_counts)
         except ScaleError as error:
             raise ApiError("no_capacity", str(error)) from None
         except Exception as error:  # of many types: Ray's own, or those of a lost connection
@@ -202,6 +207,8 @@ class Operations:
             reason = str(error) or type(error).__name__
             message = f"no answer to the order ({reason}): look at `diptych status` before again"
             raise ApiError("no_capacity", message) from None
+        if dry_run:
+            return
         for change in changes:  # the tally leaves out pools whose count stays
             self._tally.count_scaling(change.pool, change.before, change.after)
         self.record_action("scale", sentence)

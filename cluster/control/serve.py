@@ -60,6 +60,9 @@ class PoolScaler(Protocol):
         The replicas start and stop after that. Raises ScaleError.
         """
 
+    async def check(self, counts: dict[str, int]) -> None:
+        """Change nothing. Raises ScaleError if it is known that `resize` would."""
+
 
 def with_replica_counts(
     applications: list[dict[str, Any]], name: str, counts: dict[str, int]
@@ -148,6 +151,9 @@ class ServePools:
         await change_applications(
             lambda applications: with_replica_counts(applications, self._application, counts)
         )
+
+    async def check(self, counts: dict[str, int]) -> None:
+        """Do nothing: Serve takes any count, and says later which replicas find no room."""
 
 
 #: Held while the applications are read, changed and applied: two orders at once, for two models,

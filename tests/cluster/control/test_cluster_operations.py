@@ -47,6 +47,8 @@ class Model:
     async def resize(self, counts: dict[str, int]) -> None:
         self.sizes.append(counts)
 
+    async def check(self, counts: dict[str, int]) -> None: ...
+
     async def latest(self, count: int) -> list[dict[str, Any]]:
         return [{"number": number, "at": at} for number, at in self.decisions][:count]
 

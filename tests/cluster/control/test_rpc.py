@@ -50,6 +50,8 @@ class Fleet:
     async def resize(self, counts: dict[str, int]) -> None:
         self.sizes.append(counts)
 
+    async def check(self, counts: dict[str, int]) -> None: ...
+
     async def steer(self, worker: str, role: str, hand_over: bool) -> dict:
         self.steered.append((worker, role, hand_over))
         return {}

@@ -199,6 +199,8 @@ class FakeServe:
     async def resize(self, counts: dict[str, int]) -> None:
         self.targets |= counts
 
+    async def check(self, counts: dict[str, int]) -> None: ...
+
 
 @pytest.fixture
 def kubernetes() -> Iterator[Kubernetes]:
@@ -243,6 +245,10 @@ def test_more_replicas_than_slots_are_refused_with_their_number(
 ) -> None:
     with pytest.raises(ScaleError, match=r"decode=9: the fleet has 6 slots of this kind; .*pods"):
         asyncio.run(pools.resize({"decode": 9}))
+    with pytest.raises(ScaleError, match="decode=9: the fleet has 6 slots"):
+        asyncio.run(pools.check({"decode": 9}))
+    asyncio.run(pools.check({"decode": 6}))
+    assert {verb for verb, _, _ in kubernetes.requests} == {"GET"}, "a check writes nothing"
     assert SCALED_ANNOTATION not in kubernetes.annotations
     assert serve.targets["decode"] == 2
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.operations import Operations
-from diptych.cluster.control.serve import PoolObservation
+from diptych.cluster.control.serve import PoolObservation, ScaleError
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.telemetry import ControlTally
 
@@ -79,6 +79,8 @@ class ServeAway:
     async def resize(self, counts: dict[str, int]) -> None:
         raise AssertionError("nothing is known of the pools")
 
+    async def check(self, counts: dict[str, int]) -> None: ...
+
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_scale_is_refused_while_serve_is_away(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,3 +127,24 @@ def test_an_order_that_gets_no_answer_is_a_sentence(
         assert refused.value.reason == "no_capacity"
 
     asyncio.run(run())
+
+
+def test_a_dry_run_is_refused_where_the_order_would_be() -> None:
+    class NoSlots(ServeAway):
+        async def observe(self) -> dict[str, PoolObservation]:
+            pool = PoolObservation(target=1, running=["x"], starting=[], stopping=[])
+            return {"prefill": pool, "decode": pool}
+
+        async def check(self, counts: dict[str, int]) -> None:
+            raise ScaleError(f"decode={counts['decode']}: the fleet has 6 slots")
+
+    operations = Operations(
+        ClusterConfig(),
+        plane=Workers(prefill_a="ready", decode_x="ready"),  # type: ignore[arg-type]
+        pool_scaler=NoSlots(hangs=False),
+        tally=ControlTally(),
+    )
+    with pytest.raises(ApiError, match="decode=9: the fleet has 6 slots"):
+        asyncio.run(operations.scale({"decode": 9}, dry_run=True))
+    unchanged = asyncio.run(operations.scale({"decode": 1}, dry_run=True))
+    assert unchanged["dry_run"] and "undo" in unchanged

@@ -22,12 +22,14 @@ from ..planner.sharing import GpuBudget
 from ..router_service import node_host
 from ..telemetry import Exporter, logs
 from ..telemetry.page import MetricRow
+from ..termination import drain_on_sigterm
 from . import http, rpc
 from .cluster_operations import ClusterOperations
 from .model_control import ModelControl, SharedPlanning
 from .model_orders import ModelOrders
 
 GRPC_STOP_S = 1.0  #: For open gRPC calls to end when Control stops.
+END_LIMIT_S = 5.0  #: For everything to end at SIGTERM.
 
 
 class Control:
@@ -59,13 +61,25 @@ class Control:
         await self._http_server.start()
         admin_service = rpc.AdminService(self._operations, http.AdminGuard(settings))
         self._grpc_server = await rpc.listen(admin_service, settings)
+        self._ending: asyncio.Task[None] | None = None  #: Once Serve or SIGTERM ends Control.
+        # Else the process would live on for as long as Ray waits for it, and Serve replaces it only
+        # when it has ended.
+        drain_on_sigterm(self.__del__, END_LIMIT_S)
 
     def check_health(self) -> None:
         """Raises RuntimeError when the HTTP server has ended, so that Serve replaces Control."""
         self._http_server.check()
 
     async def __del__(self) -> None:
-        """Serve's shutdown hook."""
+        """Ends Control. Serve awaits this before the replica ends, and SIGTERM calls it.
+
+        Whoever comes second waits for the first.
+        """
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
         await self._watch.stop()
         await self._model_orders.stop()
         await asyncio.gather(

@@ -1,4 +1,4 @@
-"""The faults: which process, and what is done to it."""
+"""The faults: which process or folder, and what is done to it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,7 +18,18 @@ from tests.support.live import Live
 
 from .matrix import UNDISTURBED
 
-STOPPED_S = 5.0  #: for which a frozen process is stopped
+STOPPED_S = 5.0  #: for which a frozen process is stopped, or a folder is full
+
+#: A command before `diptych serve` that gives it file systems of its own for the folders which a
+#: fault fills. Only root may mount them.
+OWN_FOLDERS = (
+    "unshare",
+    "--mount",
+    "sh",
+    "-c",
+    'for folder in /tmp /dev/shm; do mount -t tmpfs -o size=512m tmpfs $folder; done; exec "$@"',
+    "sh",
+)
 
 #: Finds the processes that a fault may hit, given the cluster and its status.
 FindProcesses = Callable[[Live, dict[str, Any]], list[int]]
@@ -33,6 +45,7 @@ class Fault:
     #: Whether the processes must be replaced: not so if they only freeze for a while.
     replaces: bool = True
     hits_all: bool = False  #: of each group, not one
+    fills: str = ""  #: the folder of `OWN_FOLDERS` that is full for a while
 
 
 def _workers(home: str) -> FindProcesses:
@@ -58,9 +71,17 @@ def _of_ray(name: str) -> FindProcesses:
 
     def find(live: Live, _: dict[str, Any]) -> list[int]:
         below = psutil.Process(live.process.pid).children(recursive=True)
-        return [one.pid for one in below if name in " ".join(one.cmdline())]
+        return [one.pid for one in below if name in _command_line(one)]
 
     return find
+
+
+def _command_line(process: psutil.Process) -> str:
+    """Returns what a process was called with; nothing if it has just ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 _PARTS: dict[str, FindProcesses] = {
@@ -91,6 +112,10 @@ FAULTS = (
     Fault("KILL gateway and router", (_gateways, _router)),
     Fault("KILL all decode workers", (_PARTS["decode"],), hits_all=True),
     *(Fault(f"KILL {name}", (find,)) for name, find in _RAY.items()),
+    *(
+        Fault(f"{folder} full {STOPPED_S:g} s", (), replaces=False, fills=folder)
+        for folder in ("/tmp", "/dev/shm")
+    ),
 )
 
 
@@ -105,12 +130,27 @@ def inject(fault: Fault, live: Live, status: dict[str, Any], draw: random.Random
         time.sleep(STOPPED_S)
         for victim in victims:
             _continue(victim)
+    if fault.fills:
+        _fill(Path(f"/proc/{live.process.pid}/root{fault.fills}"))
     return victims
 
 
 def _choose(found: Sequence[int], fault: Fault, draw: random.Random) -> list[int]:
     assert found, f"{fault.name}: there is no such process"
     return list(found) if fault.hits_all else [draw.choice(list(found))]
+
+
+def _fill(folder: Path) -> None:
+    """Leaves no free byte in the folder's file system for `STOPPED_S`."""
+    file_system = os.statvfs(folder)
+    assert file_system.f_blocks * file_system.f_frsize <= 1 << 30, f"{folder} is not the cluster's"
+    filler = folder / "filler"
+    try:
+        with filler.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, file_system.f_bavail * file_system.f_frsize)
+            time.sleep(STOPPED_S)
+    finally:
+        filler.unlink()
 
 
 def _continue(process: int) -> None:

@@ -13,20 +13,22 @@ UNDISTURBED = "none"  #: The name of the fault that does nothing: what the load 
 HEAD = """# What happens when a process dies
 
 Two prefill and two decode workers, a router, two gateways and Control on one machine of two cores, under a load of
-eight users who send requests of {kinds} kinds one after the other: chats whole and streamed, several answers with
-logprobs, penalties, stop strings, a JSON schema, messages, responses, gRPC. Each answer is compared with the answer of
-an undisturbed cluster, byte for byte. Last run on {day}:
+eight users who send streamed requests of {kinds} kinds one after the other: chats, several answers with logprobs,
+penalties, stop strings, a JSON schema, messages, responses, gRPC. Each answer is compared with the answer of an
+undisturbed cluster, byte for byte. Last run on {day}:
 
     make chaos ARGS='--write docs/crash-matrix.md'
 
 **Of {requests:,} requests under {faults} faults {wrong} got a wrong answer, and {failed} got none.**
 
-*KILL*, *TERM* and *STOP* are the signals; a stopped process goes on after 5 s. A process is drawn by seed where there
-are several of its kind. *Cut off* are requests whose connection broke, or that got an error that says to come back:
-the client sent them again under the same request id, and they were answered. *Failed* are those without an answer
-after 60 s of trying. The pause is the longest time that any client of a repetition waited for the next word of its
-answer, its time in queues and all tries included. *Whole again* is when all replicas are back and ready, and no transfer has failed for a minute. *Leaks* are
-repetitions after which a block or a job was held by nobody.
+- *KILL*, *TERM* and *STOP* are the signals. A stopped process goes on after 5 s, and a full folder has room again.
+- A process is drawn by seed where there are several of its kind.
+- *Cut off* are requests whose connection broke, or that got an error that says to come back: the client sent them
+  again under the same request id, and they were answered. *Failed* are those without an answer after 60 s of trying.
+- The pause is the longest time that any client of a repetition waited for the next word of its answer, with its time
+  in queues and all its tries.
+- *Whole again* is when all replicas are back and ready, and no transfer has failed for a minute.
+- *Leaks* are repetitions after which a block or a job was held by nobody.
 
 | fault | times | requests | wrong | failed | cut off | longest pause s, p50 / p95 | whole again s, p50 / max | leaks |
 |---|---|---|---|---|---|---|---|---|

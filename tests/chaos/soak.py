@@ -40,6 +40,7 @@ SOAK_FAULTS = tuple(
     fault
     for fault in FAULTS
     if fault.name != UNDISTURBED
+    and not fault.fills
     and not any(fault.name == f"KILL {part}" for part in ("GCS", "raylet", "dashboard agent"))
 )
 

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 import yaml
+from diptych.cluster.launch.processes import has_ended
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
@@ -281,6 +282,22 @@ def test_a_killed_part_is_replaced_and_chats_work_again(live: Live, part: str) -
     if part == "router":
         assert live.status()["router"]["term"] > before["router"]["term"]
     eventually(live.idle)
+
+
+def test_control_ends_at_sigterm_and_is_replaced(live: Live) -> None:
+    """It was half gone for 15 s: Ray waits for a process that does not end by itself."""
+    pid = live.status()["control"]["pid"]
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: has_ended(pid), 8)
+
+    def is_replaced() -> bool:
+        try:
+            status = live.status()
+        except (httpx.HTTPError, ValueError):
+            return False
+        return status["state"] == "healthy" and status["control"]["pid"] != pid
+
+    eventually(is_replaced)
 
 
 def test_a_request_made_while_the_router_is_dead_is_held_until_it_is_back(live: Live) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -24,12 +24,6 @@ LONG = {**ASK, "temperature": 0.8, "seed": 5, "ignore_eos": True, "max_tokens": 
 class Event(NamedTuple):
     id: str | None  #: None: it has none, the next one has
     data: str
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with running(tmp_path_factory.mktemp("resume") / "serve.log") as cluster:
-        yield cluster
 
 
 def events(live: Live, body: dict, most: int = 10**6, **headers: str) -> list[Event]:
@@ -132,8 +126,13 @@ def test_only_a_stream_is_resumed_half_way(live: Live, from_: str) -> None:
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "x-resume-from"
 
 
-def test_at_the_end_streams_are_told_and_not_cut_off(live: Live) -> None:
-    """The last one of this file: it ends the cluster."""
+@pytest.mark.slow
+def test_at_the_end_streams_are_told_and_not_cut_off(tmp_path: Path) -> None:
+    with running(tmp_path / "serve.log") as live:
+        _end_under_streams(live)
+
+
+def _end_under_streams(live: Live) -> None:
     told: list[list[Event]] = []
 
     def read(number: int) -> None:

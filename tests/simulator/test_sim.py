@@ -94,8 +94,10 @@ def test_every_request_ends_on_every_split(split):
 
 
 def test_a_light_load_is_met_and_a_heavy_one_is_not():
-    assert summarize(outcomes(rate=4.0)).attainment > 0.97
-    assert summarize(outcomes(rate=60.0, policy="round_robin")).attainment < 0.6
+    trace = load_trace("synthetic:200")
+    assert summarize(outcomes(rate=4.0, trace=trace)).attainment > 0.97
+    heavy = outcomes(rate=50.0, policy="round_robin", trace=trace)
+    assert summarize(heavy).attainment < 0.6
 
 
 def test_who_gives_up_stops_early():

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,14 +114,18 @@ class Live:
 
 @contextmanager
 def running(
-    log: Path, *arguments: str, environment: dict[str, str] | None = None
+    log: Path,
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> Iterator[Live]:
     """Starts a cluster, waits until it is ready, stops it as ^C does.
 
-    `environment`: of `diptych serve`; None: this process's.
+    `environment`: of `diptych serve`; None: this process's. `prefix`: a command that becomes the
+    command behind it, as `unshare` does.
     """
     http, grpc, admin, admin_grpc = (free_port() for _ in range(4))
-    command = [str(BIN / "diptych"), "serve", *arguments]
+    command = [*prefix, str(BIN / "diptych"), "serve", *arguments]
     command += ["--port", str(http), "--grpc-port", str(grpc)]
     if VLLM_PYTHON:
         command += ["--engine", "vllm", "--set", f"engine.python={VLLM_PYTHON}"]

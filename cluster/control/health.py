@@ -15,8 +15,9 @@ from .orders import WorkerStatistics
 TRANSFER_WINDOW_S = 60.0  #: Failed transfers count for so long.
 #: Fewer failed transfers in the window are repaired without a word: each was computed again.
 TRANSFER_FAILURES_MIN = 3
-#: Failures that follow from the end of a worker, which is a reason of its own.
-EXPECTED_FAILURES = ("peer_lost", "cancelled")
+#: Failures that follow from the end of a worker, which is a reason of its own, or from an order that
+#: let its work go on elsewhere.
+EXPECTED_FAILURES = ("peer_lost", "cancelled", "handover")
 #: Clocks may differ by so much, beyond what the round trip leaves open. With more, logs and traces of
 #: several hosts do not line up. No deadline and no order depends on it.
 CLOCK_DIFFERENCE_LIMIT_S = 0.5

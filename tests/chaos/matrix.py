@@ -34,6 +34,18 @@ undisturbed cluster, byte for byte. Last run on {day}:
 |---|---|---|---|---|---|---|---|---|
 """
 
+NOTES = """
+- Without a process of Ray's own (GCS, raylet, dashboard agent) `diptych serve` starts the whole cluster again. Requests
+  that were under way are sent again by their clients and answered there.
+- The clients of a gateway that is stopped wait for it: nobody else has their connections.
+- A prefill worker that is stopped fails the transfers that it had begun. Their requests go on at once; the status is
+  degraded for a minute, as an operator should look at it.
+- Serve's controller is Ray's: after SIGTERM it neither answers nor ends for most of a minute. The cluster serves; the
+  status says that lost replicas stay lost until then.
+- Where *whole again* is more than a minute, several transfers had failed otherwise than with their worker's connection:
+  they count for a minute.
+"""
+
 
 @dataclass(frozen=True)
 class Repetition:
@@ -68,7 +80,7 @@ def matrix_page(repetitions: Sequence[Repetition], day: date, kinds: int = 9) ->
         wrong=sum(one.wrong for one in repetitions),
         failed=sum(one.failed for one in repetitions),
     )
-    page = head + "\n".join(rows) + "\n"
+    page = head + "\n".join(rows) + "\n" + NOTES
     errors = sorted({f"- {one.fault}: {text}" for one in repetitions for text in one.errors})
     if errors:
         page += "\n## What went wrong\n\n" + "\n".join(errors) + "\n"

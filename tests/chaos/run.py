@@ -76,10 +76,13 @@ def main() -> None:
 
 
 def read(folder: Path) -> list[Repetition]:
-    """Returns the repetitions that were run before."""
+    """Returns the repetitions that were run before, in the order of `FAULTS`."""
     file = folder / "repetitions.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    return [Repetition(**json.loads(line)) for line in lines]
+    repetitions = [Repetition(**json.loads(line)) for line in lines]
+    order = [fault.name for fault in FAULTS]
+    known = [one for one in repetitions if one.fault in order]  # of faults that are still injected
+    return sorted(known, key=lambda one: order.index(one.fault))
 
 
 def run(plan: Plan) -> None:

@@ -48,10 +48,10 @@ def test_transfers_that_keep_failing_are_a_reason_for_a_minute() -> None:
     assert watched.look(20.0 + TRANSFER_WINDOW_S, *later) == []
 
 
-def test_the_end_of_a_worker_is_no_failure_of_transfers() -> None:
+def test_the_end_or_drain_of_a_worker_is_no_failure_of_transfers() -> None:
     watched = Watched()
     watched.look(0.0, worker("decode/a"))
-    assert watched.look(1.0, worker("decode/a", peer_lost=20, kv_peer_lost=5)) == []
+    assert watched.look(1.0, worker("decode/a", peer_lost=20, kv_peer_lost=5, handover=9)) == []
 
 
 def test_a_controller_that_is_away_and_little_memory_are_said() -> None:

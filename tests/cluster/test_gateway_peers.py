@@ -189,7 +189,7 @@ def decoded_by(monkeypatch: pytest.MonkeyPatch, gateway: StandIn) -> list[f.Star
     started: list[f.StartDecode] = []
     submit = gateway.workers.submit
 
-    def note(worker: str, frame: f.StartDecode) -> None:
+    def note(worker: str, frame: f.StartDecode, ask_for_life: bool = False) -> None:
         started.append(frame)
         submit(worker, frame)
 

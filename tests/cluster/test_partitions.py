@@ -83,7 +83,7 @@ class Placements:
             self.hashes.append(frame.hashes)
             place(frame)
 
-        def note_submit(worker: str, frame: f.StartDecode) -> None:
+        def note_submit(worker: str, frame: f.StartDecode, ask_for_life: bool = False) -> None:
             self.partitions.append(frame.cache_partition)
             submit(worker, frame)
 

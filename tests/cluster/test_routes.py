@@ -65,7 +65,7 @@ def test_load_counts_the_requests_that_run(
         return count
 
     assert load() == 0
-    monkeypatch.setattr(gateway.workers, "submit", lambda *_: None)  # nobody answers
+    monkeypatch.setattr(gateway.workers, "submit", lambda *_, **__: None)  # nobody answers
     body = {"messages": ASK}
     timeouts = httpx.Timeout(3, read=1.0)
 

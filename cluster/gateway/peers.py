@@ -281,6 +281,8 @@ class GatewayPeers:
         previous = self._callers.get(peer.name)
         if previous:  # it is back before the end of its old connection was seen
             previous.abort()
+            # What it told there may be over, of which it says nothing on a new connection.
+            self._door.take_usage(peer.name, {})
         self._callers[peer.name] = peer
         try:
             async with aclosing(peer.frames(self._silence_s)) as received:

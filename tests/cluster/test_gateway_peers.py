@@ -14,7 +14,9 @@ from diptych.cluster.gateway import peers as peers_module
 from diptych.cluster.gateway.edge.key_limits import KeyLimiter
 from diptych.cluster.gateway.edge.keys import ApiKey, add_key
 from diptych.cluster.gateway.errors import ApiError
+from diptych.cluster.wire.connection import dial
 from diptych.protos import frames as f
+from diptych.protos.handshake import PeerIdentity
 
 from tests.support.standin import QUESTION, StandIn, checkpoint, introduce, standing_in
 
@@ -370,6 +372,71 @@ def test_a_gateway_takes_no_more_than_its_part_before_the_others_have_heard() ->
     assert sum(calls) >= 6
 
 
+def begins_an_answer(limiter: KeyLimiter, key: ApiKey, now: float) -> bool:
+    """Whether a call is let in that asks for one answer; it then stays open."""
+    if not is_let_in(limiter, key, now):
+        return False
+    try:
+        limiter.begin_answers(key, 1, now)
+    except ApiError:
+        limiter.close_call(key)
+        return False
+    return True
+
+
+def test_no_gateway_holds_calls_while_the_other_holds_answers() -> None:
+    """The last place is given to one of them, though each has heard something else of the other.
+
+    A report may leave while a call is open whose answer has not begun. Then one gateway had room
+    for the last call and the other one for the last answer, so neither could use its own.
+    """
+    limiters = [KeyLimiter(), KeyLimiter()]
+    key = key_with(concurrency=6)
+    exchange(limiters, 0.0)
+    for limiter in (limiters[0], limiters[0], limiters[0], limiters[1], limiters[1]):
+        assert begins_an_answer(limiter, key, 0.0)
+    exchange(limiters, 0.0)
+    limiters[0].take_report("gateway/1", {key.id: f.KeyUse(2, 3, 0.0)})
+    limiters[1].take_report("gateway/0", {key.id: f.KeyUse(4, 3, 0.0)})
+    let_in = 0
+    for tick in range(12):
+        tell(limiters, tick % 2, 0.0)
+        for limiter in limiters:
+            let_in += begins_an_answer(limiter, key, 0.0)
+    assert 1 <= let_in <= 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_whole_limit_can_be_used_whenever_reports_leave(seed: int) -> None:
+    limiters = [KeyLimiter(), KeyLimiter()]
+    key = key_with(concurrency=6)
+    draw = random.Random(seed)
+    calls = [0, 0]  # open ones whose answers are generated
+    for _ in range(300):
+        number = draw.randrange(2)
+        limiter = limiters[number]
+        if calls[number] and draw.random() < 0.2:
+            limiter.end_answers(key, 1)
+            limiter.close_call(key)
+            calls[number] -= 1
+        elif is_let_in(limiter, key, 0.0):
+            if draw.random() < 0.5:
+                tell(limiters, number, 0.0)  # a call is open, and its answer has not begun
+            try:
+                limiter.begin_answers(key, 1, 0.0)
+                calls[number] += 1
+            except ApiError:
+                limiter.close_call(key)
+        if draw.random() < 0.3:
+            tell(limiters, draw.randrange(2), 0.0)
+        assert sum(calls) <= 7
+    for tick in range(12):
+        tell(limiters, tick % 2, 0.0)
+        for number, limiter in enumerate(limiters):
+            calls[number] += begins_an_answer(limiter, key, 0.0)
+    assert sum(calls) >= 6
+
+
 def test_a_client_of_one_gateway_gets_the_whole_limit() -> None:
     limiters = [KeyLimiter(), KeyLimiter()]
     key = key_with(concurrency=32)
@@ -444,3 +511,32 @@ def test_gateways_tell_each_other_what_keys_use(pair: Pair) -> None:
         return pair.there.run(try_it(), 5)
 
     pair.here.run(open_here_until_seen_there(), 20)
+
+
+def test_what_a_gateway_told_is_over_when_it_connects_again(pair: Pair) -> None:
+    """It is back before the end of its old connection was seen, and no longer uses anything."""
+    key = key_with(concurrency=1)
+    peers = pair.here.gateway.peers
+    identity = PeerIdentity("gateway/back-again", peers_module.KIND, "s")
+
+    async def calls_are_let_in() -> bool:
+        try:
+            with pair.here.gateway.door.admit(key, 0.0):
+                return True
+        except ApiError:
+            return False
+
+    async def until(wanted: bool) -> None:
+        async with asyncio.timeout(10):
+            while await calls_are_let_in() is not wanted:  # noqa: ASYNC110  # no event says it
+                await asyncio.sleep(0.02)
+
+    async def connect_twice() -> None:
+        first = await dial(peers.address, identity, f.FramesFromGateway, peers.name)
+        first.send(f.KeyUsageReport({key.id: f.KeyUse(1, 1, 0.0)}))
+        await until(False)
+        again = await dial(peers.address, identity, f.FramesFromGateway, peers.name)
+        await until(True)
+        again.abort()
+
+    pair.here.run(connect_twice(), 30)

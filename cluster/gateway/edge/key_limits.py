@@ -222,17 +222,21 @@ class KeyLimiter:
         share = self._shares.get(key.id)
         if share is None:
             elsewhere = self._used_elsewhere(key.id)
-            calls = key.concurrency or 0
+            limit = key.concurrency or 0
             open_calls = usage.open_calls + self._part(
-                calls - usage.open_calls - elsewhere.open_calls
+                limit - usage.open_calls - elsewhere.open_calls
             )
             running_answers = usage.running_answers + self._part(
-                calls - usage.running_answers - elsewhere.running_answers
+                limit - usage.running_answers - elsewhere.running_answers
             )
+            if open_calls == usage.open_calls:
+                # No further call, so no further answer but those of open calls. What this gateway
+                # keeps for itself without a use, the one that has room for a call would lack.
+                running_answers = min(running_answers, max(usage.running_answers, usage.open_calls))
             if key.id not in self._reported:
                 # The others may take their parts of the whole limit still: they have not heard.
-                open_calls = min(open_calls, self._part(calls))
-                running_answers = min(running_answers, self._part(calls))
+                open_calls = min(open_calls, self._part(limit))
+                running_answers = min(running_answers, self._part(limit))
             share = self._shares[key.id] = KeyShare(
                 open_calls,
                 running_answers,

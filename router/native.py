@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import sys
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -51,8 +52,13 @@ def source_paths() -> list[str]:
     return [f"{package}/{module}.py" for package in MODULES for module in MODULES[package]]
 
 
+@cache
 def build_folder() -> Path:
-    """Return where these sources' machine code is, or would be. Raises OSError, RuntimeError."""
+    """Return where these sources' machine code is, or would be. Raises OSError, RuntimeError.
+
+    A process looks once: its packages are imported one by one, and if a source changed in between,
+    it would run some modules as machine code and some as Python, with two copies of each class.
+    """
     digest = hashlib.blake2b(LIBRARY.encode(), digest_size=12)
     for path in source_paths():
         digest.update((ROOT / path).read_bytes())

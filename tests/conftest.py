@@ -1,6 +1,7 @@
 """One thread, as on a laptop's worker: tests share two cores with live clusters.
 
-A test that is a coroutine function runs in an event loop of its own. Property tests try the same examples every time; `--hypothesis-profile default` tries new ones.
+A test that is a coroutine function runs in an event loop of its own. Property tests try the same
+examples every time; `--hypothesis-profile default` tries new ones.
 """
 
 import asyncio
@@ -38,6 +39,20 @@ def _shared_ssl_context(
 
 
 httpx._transports.default.create_ssl_context = _shared_ssl_context
+
+
+@pytest.fixture(scope="session")
+def _no_cluster_notes(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("runtime"))
+
+
+@pytest.fixture(autouse=True)
+def _without_other_clusters(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _no_cluster_notes: str
+) -> None:
+    """Commands find no cluster that runs beside the tests: theirs are stand-ins."""
+    if not request.node.get_closest_marker("cluster"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", _no_cluster_notes)
 
 
 @pytest.hookimpl(tryfirst=True)

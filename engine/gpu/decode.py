@@ -215,7 +215,8 @@ class DecodeRunner:
     def draw_rows(self, logits: torch.Tensor, rows: DecodeRows, update: SlotUpdate) -> PendingRows:
         """Launch the sampling of rows of any logits, [any, vocab]. Raises RankLost.
 
-        A row's field `LOGIT_ROW` says from which row of `logits` it is sampled. No step is under way. On other ranks these are the logits that were computed last.
+        A row's field `LOGIT_ROW` says from which row of `logits` it is sampled. No step is under
+        way. On other ranks these are the logits that were computed last.
         """
         if self._ranks:
             self._ranks.broadcast(DrawRows(rows.packed.tobytes(), update))

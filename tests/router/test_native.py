@@ -61,10 +61,16 @@ def test_a_changed_source_is_another_one(tmp_path, monkeypatch, changed):
         shutil.copytree(native.ROOT / package, tmp_path / package)
     before = native.build_folder()
     monkeypatch.setattr(native, "ROOT", tmp_path)
-    assert native.build_folder() == before
-    with (tmp_path / changed).open("a") as source:
-        source.write("# another one\n")
-    assert native.build_folder() != before
-    path: list[str] = []
-    native.prefer_compiled("router", path)
-    assert path == []
+    try:
+        native.build_folder.cache_clear()
+        assert native.build_folder() == before
+        with (tmp_path / changed).open("a") as source:
+            source.write("# another one\n")
+        assert native.build_folder() == before, "in a process that has begun with the other one"
+        native.build_folder.cache_clear()
+        assert native.build_folder() != before
+        path: list[str] = []
+        native.prefer_compiled("router", path)
+        assert path == []
+    finally:
+        native.build_folder.cache_clear()

@@ -500,6 +500,8 @@ class EngineStepTokens(msgspec.Struct, tag="step", frozen=True, gc=False):
 
 #: reason of an `AttemptFailed` by a worker that is well: its work shall go on elsewhere
 HANDOVER = "handover"
+#: reason of an `AttemptFailed` by a worker that knows a newer router than who placed the attempt
+STALE_TERM = "stale_term"
 
 
 class AttemptFailed(msgspec.Struct, tag="failed", frozen=True):

@@ -318,7 +318,7 @@ class WorkerProcess:
             needed_role = "decode"
             partner = frame.prefill_worker
         if frame.term < self.link.term:  # placed by a router that has been replaced
-            return "stale_term"
+            return frames.STALE_TERM
         if self.lifecycle.phase is not WorkerPhase.READY:
             return "draining"
         if needed_role != self.lifecycle.role:

@@ -111,6 +111,15 @@ async def test_what_waits_goes_on_without_a_router_and_asks_the_next_one(
         plane.forget(f.AttemptOutcome(others[0], 1), cancel=False)
         assert isinstance(later.get_nowait(), f.AttemptPlaced) and plane.fallbacks == 2
 
+        # A worker has met a newer router: nothing is placed in the name of the old one any more.
+        plane._worker_said(f.AttemptFailed(("r", 1), "decode/d", f.STALE_TERM))
+        assert isinstance(later.get_nowait(), f.AttemptFailed)
+        waits = plane.watch(("r", 3))
+        plane.place(f.PlaceAttempt(("r", 3), 10, 10, []))
+        plane.forget(f.AttemptOutcome(others[1], 1), cancel=False)
+        assert waits.empty() and plane.fallbacks == 2
+        plane.forget(f.AttemptOutcome(("r", 3), 1), cancel=False)
+
         gone.set()
         await until(lambda: plane.link.term == 6, 5.0, lambda: "the second router")
         last = plane.watch(("r", 2))

@@ -48,9 +48,10 @@ Result = TypeVar("Result")
 FAULTS_OF_REQUEST = {"context_length_exceeded"}
 #: The worker's connection ended under the attempt, or had ended before the attempt came.
 LOST_REASONS = {"worker_lost", "worker_gone"}
-#: The worker is sound and wants the request to go on elsewhere, or is only suspected to be frozen.
-#: The request goes on at once, and the attempt does not count as failed.
-HANDOVER_REASONS = {frames.HANDOVER, "draining", "wrong_role", "silent"}
+#: The worker is sound and wants the request to go on elsewhere, or is only suspected to be frozen,
+#: or knows a newer router than the one that placed the attempt. The request goes on at once, and
+#: the attempt does not count as failed.
+HANDOVER_REASONS = {frames.HANDOVER, "draining", "wrong_role", "silent", frames.STALE_TERM}
 #: So often one request may be handed over: it must not circle for ever among draining workers.
 HANDOVERS_MAX = 16
 #: Events of an attempt that are taken from its inbox before the client gets their tokens.

@@ -338,6 +338,16 @@ class Plane:
         self._without_router = True
         self._place_waiting()
 
+    def _wait_for_newer_router(self) -> None:
+        """Places nothing alone any more: there is a router, though this process has not met it.
+
+        Workers know it, and refuse what was placed in the name of the one before.
+        """
+        self._without_router = False
+        if self._fallback_timer:
+            self._fallback_timer.cancel()
+            self._fallback_timer = None
+
     def _place_waiting(self) -> None:
         for place in list(self._unplaced.values()):
             self._place_alone(place)
@@ -443,6 +453,8 @@ class Plane:
                 for tokens in answers:
                     self._deliver(tokens.attempt_key, tokens)
             case frames.AttemptFailed(key) | frames.PromptArrived(key):
+                if isinstance(frame, frames.AttemptFailed) and frame.reason == frames.STALE_TERM:
+                    self._wait_for_newer_router()
                 self._deliver(key, frame)
             case frames.CallReply(call_id, values):
                 self._take_reply(call_id, values)

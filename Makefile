@@ -1,4 +1,4 @@
-.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube chaos soak loadtest lint format docs \
+.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube chaos soak sim loadtest lint format docs \
 	protos kube kube-down
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
@@ -52,6 +52,10 @@ test-vllm: install
 	$(VLLM_TESTS) $(VLLM) -m pytest tests/vllm $(ARGS)
 	$(VLLM_TESTS) $(VLLM) -m pytest -m "not long" tests/live/test_kill_rounds.py tests/live/test_crash_matrix.py $(ARGS)
 	$(VLLM_TESTS) $(PYTEST) -m "cluster and not long" $(VLLM_LIVE) $(ARGS)
+
+# On demand: many seeds of a whole cluster on virtual time, under combined faults (tests/simcluster).
+sim: install
+	@$(BIN)/python -m tests.simcluster.run $(ARGS)
 
 # On demand: every fault on a live cluster under load (tests/chaos).
 chaos: install

@@ -184,6 +184,10 @@ class TransferService:
         #: fence.
         self._strays: set[str] = set()
 
+        self._quiet_rounds = 0  #: Rounds since a command or an event of the transport came.
+        self._last_event_s = 0.0  #: When one came last, on the monotonic clock.
+        self._last_tick_s = 0.0  #: When timeouts were looked at last.
+
         self._commands: queue.SimpleQueue[TransferCommand | None] = queue.SimpleQueue()
         self._opened = threading.Event()
         self._error: BaseException | None = None
@@ -241,62 +245,68 @@ class TransferService:
     def _run(self) -> None:
         try:
             enter_device(self.pool)  # before NIXL, which looks what memory the pool is
-            self._transport = self._open_transport(self._admit)
-            self.card = PeerCard(
-                agent=self.agent,
-                transport=self._transport.name,
-                compatibility=self.compatibility,
-                address=self._transport.address(),
-                base=self.pool.base,
-                size=self.pool.size,
-                layout=self.end.layout,
-                rank=self.end.rank,
-                ranks=self.end.ranks,
-                facts=self._facts,
-            )
+            self._open()
         except BaseException as error:
             self._error = error  # `start` raises it
             return
         finally:
             self._opened.set()
         try:
-            self._loop()
+            while self._run_round(self._patience_s()):
+                pass
         except Exception:
             log.exception("the transfer thread ended")
             raise
         finally:
             self._transport.close()
 
-    def _loop(self) -> None:
-        quiet_rounds = 0  # since a command or an event of the transport came
-        last_event_s = 0.0
-        last_tick_s = 0.0
-        while True:
-            wait_s = IDLE_POLL_S
-            if self._expects_events():
-                quiet_s = time.monotonic() - last_event_s
-                spins = quiet_rounds < SPIN_ROUNDS
-                moving = self._transport.moving or bool(self._pending)
-                wait_s = 0.0 if spins else poll_interval_s(quiet_s, moving)
-            commands = self._take_commands(wait_s)
-            if commands is None:
-                return
-            events = self._transport.poll()
-            computed = self._take_digests()
-            quiet_rounds = 0 if commands or events or computed else quiet_rounds + 1
+    def _open(self) -> None:
+        """Opens the transport, and makes the card. Raises what opening the transport raises."""
+        self._transport = self._open_transport(self._admit)
+        self.card = PeerCard(
+            agent=self.agent,
+            transport=self._transport.name,
+            compatibility=self.compatibility,
+            address=self._transport.address(),
+            base=self.pool.base,
+            size=self.pool.size,
+            layout=self.end.layout,
+            rank=self.end.rank,
+            ranks=self.end.ranks,
+            facts=self._facts,
+        )
 
-            for command in commands:
-                self._handle_command(command)
-            for event in events:
-                self._handle_transport_event(event)
+    def _patience_s(self) -> float:
+        """Returns how long the next round waits for a command before it polls."""
+        if not self._expects_events():
+            return IDLE_POLL_S
+        if self._quiet_rounds < SPIN_ROUNDS:
+            return 0.0
+        quiet_s = time.monotonic() - self._last_event_s
+        return poll_interval_s(quiet_s, self._transport.moving or bool(self._pending))
 
-            now = time.monotonic()
-            if not quiet_rounds:
-                last_event_s = now
-            if now - last_tick_s > TICK_S:
-                last_tick_s = now
-                self._to_both_ends(TicketTick())
-                self._check_fences()
+    def _run_round(self, wait_s: float) -> bool:
+        """Takes commands and events, and does what they lead to; False if the thread shall end."""
+        commands = self._take_commands(wait_s)
+        if commands is None:
+            return False
+        events = self._transport.poll()
+        computed = self._take_digests()
+        self._quiet_rounds = 0 if commands or events or computed else self._quiet_rounds + 1
+
+        for command in commands:
+            self._handle_command(command)
+        for event in events:
+            self._handle_transport_event(event)
+
+        now = time.monotonic()
+        if not self._quiet_rounds:
+            self._last_event_s = now
+        if now - self._last_tick_s > TICK_S:
+            self._last_tick_s = now
+            self._to_both_ends(TicketTick())
+            self._check_fences()
+        return True
 
     def _expects_events(self) -> bool:
         """Returns whether something may come soon.

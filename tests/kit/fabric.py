@@ -54,7 +54,10 @@ class FenceKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class FabricLink:
-    """What one direction between two agents is like. Loss and duplication are of notes, in 0..1."""
+    """What one direction between two agents is like.
+
+    Loss and duplication are of notes, damage is of written pieces: probabilities, 0 to 1.
+    """
 
     delay_s: float = 0.0
     jitter_s: float = 0.0  #: mean of an exponential that is added: later notes overtake
@@ -62,6 +65,7 @@ class FabricLink:
     duplication: float = 0.0
     bytes_s: float = float("inf")
     piece_bytes: int = 64 << 10
+    damage: float = 0.0  #: A damaged piece arrives with one bit wrong.
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +350,9 @@ class Fabric:
         if self._witness:
             self._witness(lane.target, start, len(data))
         target.pool.view[start:end] = data
+        damage = lane.link.damage
+        if damage and self._random.random() < damage:
+            target.pool.view[self._random.randrange(start, end)] ^= 1
 
     def _end_write(self, lane: _Lane, write: _PendingWrite, now: float) -> None:
         """All pieces of a write are there: its note follows, and the confirmation goes back."""

@@ -1,7 +1,8 @@
-"""What anyone needs to know of a checkpoint whichever engine computes it (pure).
+"""What anyone needs to know of a checkpoint whichever engine computes it.
 
 `spec.read_spec` reads what our own decoder needs, and refuses models that it does not know. Where
-another engine computes the model, these few facts are enough for the gateway and for the start.
+another engine computes the model, these few facts are enough for the gateway, and for
+`diptych serve` to check before it starts anything. Only JSON files are read, and no torch is needed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ LEFT_OUT: dict[str, dict[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """A checkpoint's name, vocabulary and lengths."""
+    """A checkpoint's architecture, vocabulary and sizes."""
 
-    architecture: str  #: As its config.json names it.
+    architecture: str  #: As its config.json names it; `(none)` if it does not.
     vocabulary: int  #: How many ids there are.
     end_ids: tuple[int, ...]  #: Ids that end an answer.
     max_positions: int  #: The longest sequence that the model was made for, in tokens.
@@ -48,7 +49,10 @@ class CheckpointFacts:
 
 
 def read_facts(folder: Path) -> CheckpointFacts:
-    """Reads config.json and generation_config.json. Raises WeightsError where a fact is missing."""
+    """Reads config.json and generation_config.json.
+
+    Raises WeightsError where a fact but the architecture is missing.
+    """
     checkpoint_config = read_json(folder / "config.json")
     nested_configs = [checkpoint_config.get(key) for key in TEXT_KEYS]
     text_configs = [nested for nested in nested_configs if isinstance(nested, dict)]

@@ -10,6 +10,10 @@ Life of a sequence, as calls:
     KV from a peer   reserve -> (the transfer) -> commit -> step ... -> release
     cached prefix    stage -> (tiers or a peer copy blocks) -> cache_staged -> add
 
+An *attempt* is one try to answer a request on these workers, and an *answer* is one of its `n`
+outputs. A `Sequence` is what the engine computes for one answer; the sequences of an attempt share
+its `AttemptKey` and the blocks of its prompt, and `release` ends them all.
+
 *Tiers* are host memory and disk below the pool. *Demotion* is their copying of cached blocks before
 these are evicted.
 """

@@ -52,14 +52,14 @@ class CheckpointTensors:
         return name in self._shard_of
 
     def release(self) -> None:
-        """Unmaps the files; what was taken stays."""
+        """Lets go of the files. Each is unmapped once no view of it (`take`) is left."""
         self._files.clear()
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
         """Returns the tensor as `dtype`; `shape` is what config.json implies.
 
-        Where `dtype` is the file's own, the result is a view of the file, which `release` unmaps:
-        the caller must copy what it keeps.
+        Where `dtype` is the file's own, the result is a view, which keeps the whole file mapped
+        after `release` too: the caller should copy what it keeps.
 
         Raises WeightsError if it is missing or has another shape, and UnsupportedModel if it is of
         a type that is not read.

@@ -1,12 +1,14 @@
 """What the two ends of a ticket say to each other, as notes of the transport.
 
-The receiver (a decode worker) offers tiles. The sender (a prefill worker) writes into them and
-sends a message with each chunk of data. Either end can end the ticket. A ticket id is
-`request#attempt`, between workers of several ranks with the two ranks behind it
-(`request#attempt/1>0`). A message of a ticket that has ended changes nothing.
+A *ticket* is one transfer: the KV of one attempt at a request. The receiver (a decode worker)
+offers tiles. The sender (a prefill worker) writes into them and sends a message with each chunk of
+data. Either end can end the ticket. A ticket id is `request#attempt`, between workers of several
+ranks with the two ranks behind it (`request#attempt/1>0`: from the sender's rank 1 to the
+receiver's rank 0). A message of a ticket that has ended changes nothing.
 
-A tile is as many tokens as the smaller block of both ends has. It may be sent in pieces, which are
-runs of layers; the ticket's tiles are numbered from 0, from its first token on.
+A *tile* is a part of a block that both ends cut alike: as many tokens as the smaller of their two
+block sizes. It may be sent in pieces, which are runs of layers; the ticket's tiles are numbered
+from 0, from its first token on.
 
 The messages are MessagePack arrays with a one-letter tag: the order of the fields is the format.
 """
@@ -32,7 +34,8 @@ class OfferMessage(TicketMessage, frozen=True, tag="O"):
     generation: int  #: Distinguishes this reservation from others under the same ticket id.
     first_tile: int  #: The receiver has the KV of those before it.
     tiles: list[int]  #: Tiles of the receiver's pool.
-    #: Content of the ticket's blocks, if the receiver asks for a prefix that the sender may hold.
+    #: Content hashes of the ticket's blocks, in units of 64 tokens, if the receiver asks for a
+    #: prefix that the sender may hold; else empty.
     hashes: list[bytes] = []
 
 
@@ -55,7 +58,9 @@ class FinishMessage(TicketMessage, frozen=True, tag="F"):
     tiles: int  #: Leading tiles that hold KV: all of the ticket, or fewer if it asked for a prefix.
     meta: bytes  #: What decode needs to go on, besides the KV.
     busy_s: float = 0.0  #: Seconds in which at least one write was under way.
-    exposed_s: float = 0.0  #: Seconds from `FinishTilePush` until the last write had ended.
+    #: Seconds from when the prompt was computed until the last write had ended: what the transfer
+    #: adds to the prefill.
+    exposed_s: float = 0.0
 
 
 class FailedMessage(TicketMessage, frozen=True, tag="V"):
@@ -89,7 +94,8 @@ class UnknownTicketMessage(TicketMessage, frozen=True, tag="U"):
     """Sender to receiver: the answer to `QueryMessage` if no offer of the ticket is known here.
 
     If the ticket had begun, the sender has forgotten what it began. If it had not, the offer was
-    lost, or the answer was overtaken by a chunk.
+    lost; or it reached the sender after the query, and a chunk has overtaken this answer. So a
+    receiver that has had a chunk by now ignores an answer that says `begun` False.
     """
 
     begun: bool = False  #: That of the query.

@@ -2,7 +2,7 @@
 
 The two ends of a transfer may share the heads among different numbers of ranks, have blocks of
 different sizes (one divides the other), and group layers differently: in a block, the layers of a
-group lie together, head by head (`layout`). Four units bridge that:
+group lie together, head by head (`layout`). Four terms bridge that:
 
     tile   as many tokens as the smaller block of both ends has; a ticket (one transfer) counts them
     lane   one sender's rank and one receiver's rank that hold common heads
@@ -59,7 +59,8 @@ class LaneSide:
         """`piece_offsets` has, for each piece, the units of a block's first tile.
 
         `block_units` is how many units lie from a block's start to that of the next block. That is
-        less than a block where the pool has the layers outside (`KVLayout.pool_blocks`).
+        less than a block where the layers are the pool's outermost dimension, so that a block's
+        parts lie apart (`KVLayout.pool_blocks`).
         """
         # The last is ALL_PIECES. Units are numbered in 32 bits (`Spans`).
         every_offset = [*piece_offsets, np.concatenate(piece_offsets)]
@@ -87,7 +88,8 @@ class LaneSide:
     def tile_runs(self, piece: int) -> list[tuple[int, int]]:
         """Returns the runs of units of a piece of any tile, as (units behind `start`, length).
 
-        Their order is that of the bytes, the same at both ends of the lane.
+        Their order is the source's, at the target too. Read run after run, both ends of the lane give
+        the same bytes, as a checksum needs it.
         """
         return self._runs[piece]
 
@@ -114,7 +116,8 @@ class Lane:
         source_block = _block_grains(source.layout, self.tile_tokens)
         target_block = _block_grains(target.layout, self.tile_tokens)
 
-        # As many grains make one unit as lie behind each other at both ends, in every piece.
+        # A unit is the largest number of grains that divides the start and the length of every run
+        # that is contiguous at both ends, and the distances between blocks.
         piece_factors = [
             _grains_per_unit(source_piece, target_piece)
             for source_piece, target_piece in zip(source_grains, target_grains, strict=True)
@@ -254,8 +257,7 @@ def _in_source_order(
 def _grains_per_unit(source: np.ndarray, target: np.ndarray) -> int:
     """Returns the largest unit that fits, in grains.
 
-    Every run that is contiguous at both ends begins at a multiple of the unit, and its length is
-    one.
+    The start and the length of every run that is contiguous at both ends are multiples of it.
     """
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(target) != 1)) + 1
     borders = [0, *breaks.tolist(), len(source)]

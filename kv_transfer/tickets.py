@@ -1,9 +1,13 @@
 """The two ends of a KV ticket, as pure state machines: `handle(event, now)` returns actions.
 
-A ticket is one transfer between one rank of a receiver (a decode worker) and one rank of a sender
-(a prefill worker). The machines count in tiles, the unit that both ends share (`slices`); the
-worker's vocabulary in blocks is that of `commands`. What the machines take and return is in
-`ticket_events`.
+A ticket is one transfer between one rank of a receiver (mostly a decode worker) and one rank of a
+sender (mostly a prefill worker). The machines count in tiles, the unit that both ends share
+(`slices`); the worker's vocabulary in blocks is that of `commands`. What the machines take and return
+is in `ticket_events`.
+
+A *chunk* is what one write carries. Whoever carries `WriteTiles` out sends a `ChunkMessage` with the
+checksums behind the data. An offer with `hashes` asks the sender, whatever its role, for a cached
+prefix: it comes unexpected, and the sender's owner is told by `PrefixRequested`.
 
 Receiver:
     RESERVED     `OfferTiles` has reserved tiles and sent them to the sender.
@@ -11,7 +15,7 @@ Receiver:
                  Cancelled, timed out, bad checksum, failed sender, lost peer: `TransferFailed`.
     ABORTING     The transfer has failed; `StopMessage` is repeated until the sender has stopped.
                  `StoppedMessage`, `FailedMessage` or a dead peer's fence: `BlocksFreed`, it ends.
-    QUARANTINED  None of these came in time. The tiles are counted, and freed by the same three.
+    QUARANTINED  None of these came in time. The tiles stay reserved until one of the three comes.
 Sender:
     WAITING      `ExpectTileOffer` was given, the offer has not come; pushes wait for it.
     OPEN         The offer is there: each push becomes a write. `FinishTilePush`, and every write
@@ -388,8 +392,8 @@ class TicketSender:
     def handle(self, event: SenderEvent, now: float) -> list[SenderAction]:
         """Takes an event in; returns what the caller must carry out, in this order.
 
-        `now` is in seconds, of a clock that never goes back. Of a ticket that has ended, only the
-        end of a write may not come: a ticket lives until its writes have ended.
+        `now` is in seconds, of a clock that never goes back. An event of a ticket that has ended
+        changes nothing. There is no `WriteEnded` of one: a ticket lives until its writes have ended.
         """
         match event:
             case ExpectTileOffer(ticket_id, peer):

@@ -333,7 +333,8 @@ class AttemptPlaced(msgspec.Struct, tag="placed", frozen=True):
     prefill_worker: str | None = msgspec.field(name="prefill")
     decode_worker: str = msgspec.field(name="decode")  #: ids of workers, as the one above
     hit_tokens: int  #: of the prompt, that the worker which computes it should have in its cache
-    predicted_wait_ms: float  #: until the prefill begins
+    #: From now until the prompt is computed, queues included.
+    predicted_ready_ms: float = msgspec.field(name="predicted_wait_ms")
     predicted_ttft_ms: float = 0.0  #: from the request's arrival
     predicted_itl_ms: float = 0.0  #: mean time between tokens
     decision_id: int = msgspec.field(default=0, name="decision")  #: number of the decision record

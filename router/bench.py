@@ -201,7 +201,7 @@ def note_placed(cluster: BenchCluster, actions: list[RouterAction]) -> int:
     frames = [action.frame for action in actions if isinstance(action, DeliverFrame)]
     placed = [frame for frame in frames if isinstance(frame, AttemptPlaced)]
     for frame in placed:
-        ends_at = cluster.now + frame.predicted_wait_ms / 1e3
+        ends_at = cluster.now + frame.predicted_ready_ms / 1e3
         heappush(cluster.computing, (ends_at, frame.decision_id, frame))
     return len(placed)
 

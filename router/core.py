@@ -4,8 +4,8 @@ Life of an attempt:
     PlacementRequested -> a `QueuedRequest`; the policy places it at once or queues it (`policies`)
     ...                -> the policy places it on a prefill and a decode worker, or (local) on one
                           decode worker that computes the prompt too; or it is refused
-    FirstTokenSent     -> the worker that computed the prompt has credit again; what is predicted of
-                          a prefill worker is corrected
+    FirstTokenSent     -> the prompt counts no more as work of the worker that computed it, which may
+                          take another one; what is predicted of a prefill worker is corrected
     AttemptEnded       -> the decode worker's blocks are free; the outcome joins the decision record
 All state is soft: a new router (higher term) rebuilds it from the workers that join and from the
 requests that gateways repeat.
@@ -68,7 +68,9 @@ FOREIGN_KV_SHARE = 0.75
 FINISHED = ("stop", "length")  #: reasons of attempts that say how long answers are
 MIN_REJECT_RETRY_S = 1.0  #: no client is told to come back sooner
 #: After this share of the time that a request may wait for a worker it is old: from then on it may
-#: slow others down, and overdue ones get a turn (`QueuedRequest.is_old`).
+#: be placed although running answers then miss their ITL targets, and overdue requests, which can
+#: no longer meet their own TTFT targets, are placed in turn with the urgent ones
+#: (`QueuedRequest.is_old`).
 OLD_SHARE = 0.5
 
 
@@ -194,7 +196,7 @@ class Router:
 
         The demand counts new requests. The index and the counts learn of placements, and the
         records of these are written. The shortlist of workers is refreshed. Call this after
-        sending; the next `handle` does it otherwise.
+        sending. If it was not called, the next `handle` calls it first, if anything is left to do.
         """
         for arrival in self._untidied_arrivals:
             self._demand.record_arrival(
@@ -514,7 +516,7 @@ class Router:
             prefill_worker=name_of(placement.prefill_worker),
             decode_worker=placement.decode_worker.card.id,
             hit_tokens=placement.cached_tokens,
-            predicted_wait_ms=ready_s * 1e3,
+            predicted_ready_ms=ready_s * 1e3,
             predicted_ttft_ms=ttft_s * 1e3,
             predicted_itl_ms=placement.itl_s * 1e3,
             decision_id=decision_id,
@@ -595,8 +597,9 @@ class Router:
         ttft_s = now - attempt.request.arrived_at
         self.counts.count_first_token(attempt.placed.predicted_ttft_ms / 1e3, ttft_s)
         finished = self.fleet.finish_prompt(attempt.computing_worker, key, now)
-        # First tokens keep time for this: at each, the next worker in turn, if it is idle, loses a
-        # part of its own correction, which no prompt would correct while none goes there.
+        # A worker that is held to be slow gets no prompts, so none would show that it is not. So at
+        # each first token the next worker in turn, if it is idle, comes a part of the way back to
+        # what its cost says.
         self.fleet.revisit(now)
         if finished is not None:
             work, took_s = finished
@@ -646,7 +649,8 @@ class Router:
         """Return what people and metrics see of the router, in plain types.
 
         "late" are the overdue requests of those that wait ("waiting"), "bound" the attempts that
-        workers have, and "outlook" is what the planner of worker counts reads.
+        workers have, and "outlook" is what the planner of worker counts reads. "isolated_prefill"
+        says how long prompts take on an idle worker: targets may be multiples of that.
         The window of the goodput ends at `now`; None: at the last event.
         """
         if now is None:

@@ -9,8 +9,8 @@ Life of a placement:
     pair            -> with the decode worker: a `Placement`. Nothing has changed yet
     commit          -> prompt, reservation and transfer count on the workers from here on
 
-A *hit* is a part of a prompt whose KV a worker has cached. The *residual* is by how much observed
-prefill times exceed the predicted ones.
+A *hit* is a part of a prompt whose KV a worker has cached. The *residual* of a prefill is its observed
+time divided by the predicted one; `Residuals.upper` is one that few prefills exceed.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class Placement:
         return self.prefill_worker or self.decode_worker
 
     def prefill_options(self) -> list[Option]:
-        """Return the prefill workers that a decision record names: the chosen one, the best."""
+        """Return those that a decision record names: the chosen one and the best, `OPTIONS` in all."""
         return options_of(self.prefill_candidates, self.prefill_worker, OPTIONS)
 
     def decode_options(self) -> list[Option]:
-        """Return the decode workers that a decision record names: the chosen one, the best."""
+        """Return those that a decision record names: the chosen one and the best, `OPTIONS` in all."""
         return options_of(self.decode_candidates, self.decode_worker, OPTIONS)
 
 
@@ -143,7 +143,8 @@ class Placer:
     def update_local_only(self, settled: bool) -> bool:
         """Follow the membership: `auto` without any prefill worker is `never`, for so long.
 
-        True if that has changed; the queued requests have been told by then.
+        `settled`: all workers have had the time to join this router, so none is merely late. True
+        if `local_only` has changed; the queued requests have been told by then.
         """
         mode = self.config.disaggregate
         without_prefill = mode == "auto" and settled and not self.fleet.prefill_workers
@@ -168,6 +169,8 @@ class Placer:
         """The number of workers that compute prompts: so many seconds of prefill are served in a
         second.
         """
+        if self.local_only:
+            return len(self.fleet.decode_workers)
         return len(self.fleet.prefill_workers) or len(self.fleet.decode_workers)
 
     def missing_roles(self, request: QueuedRequest) -> set[str]:
@@ -201,8 +204,8 @@ class Placer:
     def blocks_needed(self, request: QueuedRequest) -> int:
         """Return the blocks to reserve: for the prompt and the growth allowance.
 
-        Each further answer takes as many, less the prompt's full blocks, if a pool has them (as
-        `engine.scheduler` reserves).
+        Each further answer takes as many, less the prompt's full blocks. In all it is at most what the
+        largest pool has, so that some worker can take the request (as `engine.scheduler` reserves).
         """
         place = request.place
         block_tokens = self.fleet.block_tokens
@@ -232,6 +235,7 @@ class Placer:
             held_tokens = tokens_at(request.hits.deepest)
             # The last token is computed in any case: its logits give the answer's first token.
             request.held_tokens = min(held_tokens, request.prompt_tokens - 1)
+            # A cost of 0 is not known yet: without it nobody can tell whether a fetch pays.
             has_transfer_cost = request.holder.cost.transfer_token > 0
             request.fetchable = self.config.fetch and has_transfer_cost
 
@@ -386,8 +390,9 @@ class Placer:
         """Return the listed decode workers that have time and room for the prompt and its answer.
 
         They help out where the prefill workers do not keep up. Decode must leave such a worker
-        `SPARE_SHARE_MIN` of its time, beside a step that those whose KV arrives wait for. And the
-        answer must break nobody's ITL target there.
+        `SPARE_SHARE_MIN` of its time, when two steps must fit into the ITL target: a sequence whose KV
+        arrives waits for the step under way, and then for its own. And the answer must break nobody's
+        ITL target there.
         """
         blocks = self.blocks_needed(request)
         listed = self.shortlist.decode_workers(request.hits)
@@ -445,6 +450,7 @@ class Placer:
             if candidate.cost == inf:
                 plan = plan_prefill(request, candidate.worker)
                 backlog_s = candidate.worker.backlog_s(now)
+                # `compared_s`, not `seconds`: a fetch counts for more than it is predicted to take.
                 candidate.cost = NO_CHUNK_ROOM_S + backlog_s + plan.compared_s
         position = cheapest_position([candidate.cost for candidate in candidates], request.tie_hash)
         if position is None:

@@ -1,9 +1,9 @@
 """The router's events on disk, and a day of them through another policy.
 
 A log is JSON lines: a head with configuration and term, then what happened to the router, with the
-time by its clock. Ticks are not in it: a replay wakes the router when it wants. A file that begins
-in the middle of a router's life begins with a snapshot: which workers there are, and what they
-hold.
+time by its clock. Where another router has gone on with the log, its head stands in the middle.
+Ticks are not in it: a replay wakes the router when it wants. A file that begins in the middle of a
+router's life has a snapshot behind its head: which workers there are, and what they hold.
 
 A replay cannot know when a prompt would have been computed elsewhere: first tokens and ends come
 when they came. What it compares is what the two policies choose, and what they predict.
@@ -46,7 +46,7 @@ EVENT_TYPES: dict[str, type] = {
 }
 #: the other way round
 EVENT_NAMES = {event_type: name for name, event_type in EVENT_TYPES.items()}
-HEAD = "Head"  #: the kind of a log's first line
+HEAD = "Head"  #: the kind of a head line
 
 
 class LogLine(msgspec.Struct):
@@ -58,7 +58,7 @@ class LogLine(msgspec.Struct):
 
 
 class LogHead(msgspec.Struct):
-    """The first line of a log: the router whose events follow."""
+    """A head line: the events up to the next head are this router's."""
 
     config: RouterConfig
     term: int
@@ -144,10 +144,10 @@ class Comparison(msgspec.Struct):
 
 
 def replay(events: Iterable[tuple[float, LogHead | RouterEvent]], policy: str) -> Comparison:
-    """Run a log through its own policy and through `policy`. Raises LogError.
+    """Run a log through its own policy, which its first head names, and through `policy`.
 
     The log's own policy is run again too, so that both are judged by predictions of the same
-    router. `policy` is a key of `policies.POLICIES`.
+    router. `policy` is a key of `policies.POLICIES`. Raises LogError.
     """
     rest = iter(events)
     first = next(rest, None)
@@ -156,7 +156,7 @@ def replay(events: Iterable[tuple[float, LogHead | RouterEvent]], policy: str) -
     head = first[1]
     names = [head.config.policy, policy]
     routers = [_router(head, name) for name in names]
-    recorded: Choices = {}
+    own: Choices = {}
     other: Choices = {}
     requested: set[AttemptKey] = set()
     for at, event in rest:
@@ -165,16 +165,16 @@ def replay(events: Iterable[tuple[float, LogHead | RouterEvent]], policy: str) -
             continue
         if isinstance(event, PlacementRequested):
             requested.add(event.place.attempt_key)
-        for router, choices in zip(routers, (recorded, other), strict=True):
+        for router, choices in zip(routers, (own, other), strict=True):
             _replay_event(router, event, at, choices)
-    both = sorted(recorded.keys() & other.keys())
-    equal = sum(recorded[key].pair == other[key].pair for key in both)
+    both = sorted(own.keys() & other.keys())
+    equal = sum(own[key].pair == other[key].pair for key in both)
     return Comparison(
         requests=len(requested),
         decided=len(both),
         equal=equal / len(both) if both else 1.0,
         policies={
-            f"{names[0]} (recorded)": _summary([recorded[key] for key in both]),
+            f"{names[0]} (the log's own)": _summary([own[key] for key in both]),
             policy: _summary([other[key] for key in both]),
         },
     )

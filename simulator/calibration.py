@@ -47,9 +47,10 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
     itl_budget_ms: float | None = None
     #: Share of the budget that the engine planned steps for, as their times vary.
     planned_share: float = msgspec.field(default=1.0, name="planned")
-    #: True: the router knew `cost` from the worker's card; False: it learned it from reports.
+    #: True: the worker told the router `cost` when it joined, on its `WorkerCard`; False: the router
+    #: learned it from the worker's reports.
     cost_on_card: bool = msgspec.field(default=True, name="known")
-    #: Coefficients that sit on the limit of their fit, which is 0: as in `step_row 0`.
+    #: Coefficients that sit on the limit of their fit: name and value of each, as `"step_row 0"`.
     at_bounds: tuple[str, ...] = ()
 
     def hardware(self) -> Hardware:

@@ -77,7 +77,9 @@ def _scale_within(
 
 @dataclass(slots=True)
 class DynamoPlanner:
-    """Dynamo's formulas: every 180 s the replicas that the completions of the last interval needed.
+    """Dynamo's formulas: every 180 s the replicas that recent completions needed.
+
+    These are those of the observation's window (`RecentTraffic.window_s`), which is to be as long.
 
     The needs follow from a replica's profiled speed (here its cost coefficients), corrected by how
     far the observed times were from the profiled ones.
@@ -212,14 +214,15 @@ class KedaPlanner:
     up_score: float = 0.55
     #: Below this score each pool shrinks by one replica at most.
     down_score: float = 0.40
-    #: Between two growths, and between two shrinkings.
+    #: Between two orders to grow, and between two orders to shrink.
     up_delay_s: float = 60.0
     down_delay_s: float = 120.0
-    #: After the pools grew they do not shrink for this long.
+    #: After an order to grow there is none to shrink for this long.
     down_after_up_s: float = 180.0
     #: (time, score), oldest first.
     scores: deque[tuple[float, float]] = field(default_factory=deque)
-    #: When the pools last grew, and last shrank, in seconds on the clock of `handle`.
+    #: When the score last asked for growth, and for shrinking, in seconds on the clock of `handle`;
+    #: the delays run from then, whether or not a count could change.
     last_up_at: float = -inf
     last_down_at: float = -inf
 

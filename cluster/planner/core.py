@@ -19,8 +19,8 @@ fitted to measurements. With them, for one worker:
     decode use   = max(rate / (sum of decode over decode workers), share of KV room in use)
     pressure     = max(prefill use / PREFILL_SHARE, decode use / DECODE_SHARE)
 
-`rate` is in requests/s. `backlog` is in seconds of prefill that wait, and `horizon` is the time in
-which they should be worked off (`PlannerConfig.horizon_s`). ITL is the time between two tokens of
+`rate` is in requests/s. `backlog` is in seconds of prefill that were placed on workers and are not
+computed, and `horizon` is the time in which they should be (`PlannerConfig.horizon_s`). ITL is the time between two tokens of
 an answer.
 
 A fleet meets the targets while its pressure is at most 1. The pressure is infinite if a role has no
@@ -296,8 +296,9 @@ class Planner:
     #: Since when a smaller fleet would have been enough, each time that this was looked at; None: it
     #: was not at the last time, or the fleet has shrunk since.
     oversized_since: float | None = None
-    #: GPUs that all replicas may have now: less than configured while other models have some.
-    gpu_limit: int | None = None
+    #: GPUs that all replicas may have now; None: no limit. It begins as configured; the caller sets
+    #: it before `handle`, as other models may have some of the GPUs.
+    gpu_limit: int | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.gpu_limit = self.config.gpu_limit
@@ -477,7 +478,9 @@ class Planner:
         """Return an order for one replica less, if that was enough for `scale_down_dwell_s`.
 
         "Enough" is a pressure of `scale_down_pressure`, well below the 1 at which a fleet grows, so
-        that the fleet does not swing.
+        that the fleet does not swing. It is computed as if a worker in the role of the pool's name
+        went. Serve chooses which replica of the pool stops, and may choose one that was flipped to
+        the other role: then a flip makes up for it.
         """
         candidates = [
             PoolCandidate(self.pressure(observation, self._with_removed_worker(roles, pool)), pool)
@@ -508,8 +511,8 @@ class Planner:
     def _can_shrink(
         self, observation: FleetObservation, roles: Roles, counts: dict[str, int], pool: str
     ) -> bool:
-        # Serve, not the planner, chooses which replica stops. It could be one that rests, whose end
-        # would take no pressure off and say nothing of whether the others are enough.
+        # Serve, not the planner, chooses which replica stops. If one rested and Serve stopped that
+        # one, all working replicas would stay, and nothing would be known of fewer of them.
         return (
             counts[pool] > self.config.pools[pool].minimum
             and len(roles.workers(pool)) > 1

@@ -21,7 +21,8 @@ from typing import IO
 from ..config import ClusterConfig
 
 VARIABLE = "DIPTYCH_CORES"  #: the environment variable with the path of the folder with the locks
-#: Environment variable with the number of threads of all engines of all models at the start.
+#: Environment variable with the number of threads that compute in all replicas of all models at the
+#: start. Ranks above 0 are not counted: where there are any, no thread is bound to a core.
 THREADS_VARIABLE = "DIPTYCH_ENGINE_THREADS"
 
 
@@ -54,6 +55,7 @@ def spare(config: ClusterConfig, cores: int) -> bool:
 
 
 def _engine_threads(models: Sequence[ClusterConfig]) -> int:
+    """Return how many threads compute in all replicas, without those of ranks above 0."""
     pools = [pool for config in models for pool in (config.pools.prefill, config.pools.decode)]
     return sum(pool.replicas * pool.engine.threads for pool in pools)
 

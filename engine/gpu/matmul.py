@@ -2,7 +2,8 @@
 
 cuBLAS picks a kernel, and how it splits the sums, by the number of rows. Here every row is summed
 over its inputs in steps of DEPTH in order, in a tile of one shape whatever the number of rows. It
-is what `exact` costs: decode at few rows computes a tile of ROWS rows.
+is what the engine option `exact` costs, with which no answer depends on the batch: even for one row
+a decode step computes a tile of ROWS rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Whether the disk may be tried now (pure): off after failures in a row, tried again after a wait.
 
-    on --FAILURE_LIMIT failures in a row, or a final one--> off --wait--> one try --success--> on
+    on --FAILURE_LIMIT failures in a row, or a conclusive one--> off --wait--> tries --success--> on
 
-The wait doubles with every failed try, from RETRY_S to RETRY_LIMIT_S.
+The wait doubles with every failed try, from RETRY_S to RETRY_LIMIT_S. After it tries are allowed
+until one of them fails or succeeds.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ class DiskGate:
         """Returns whether the disk may be used, or tried, now."""
         return now >= self.retry_at
 
-    def record_failure(self, reason: str, now: float, final: bool = False) -> bool:
-        """Returns True when this failure switched the disk off; a `final` one does so alone.
+    def record_failure(self, reason: str, now: float, conclusive: bool = False) -> bool:
+        """Returns True when this failure switched the disk off.
 
-        A failed try of a disk that is off already returns False, and doubles the wait.
+        A `conclusive` one does so alone: its cause is no hiccup, as when the folder cannot be
+        opened. A failed try of a disk that is off already returns False, and doubles the wait.
         """
         self._failures += 1
         was_on = not self.reason
-        if was_on and not final and self._failures < FAILURE_LIMIT:
+        if was_on and not conclusive and self._failures < FAILURE_LIMIT:
             return False
         self.reason = reason
         self.retry_at = now + self._wait_s

@@ -450,7 +450,7 @@ class TieredStore:
             )
         except DiskUnavailable as error:
             with self._wake:
-                self._record_disk_failure(error.fault, str(error), began, final=True)
+                self._record_disk_failure(error.fault, str(error), began, conclusive=True)
             return
 
         if disk.was_emptied:
@@ -463,9 +463,9 @@ class TieredStore:
                 log.warning("the disk tier in %s is there again", self._folder)
 
     def _record_disk_failure(
-        self, fault: TierFault, text: str, now: float, final: bool = False
+        self, fault: TierFault, text: str, now: float, conclusive: bool = False
     ) -> None:
         self._failures[Tier.DISK][fault] += 1
-        if self._gate.record_failure(fault, now, final):
+        if self._gate.record_failure(fault, now, conclusive):
             self._counts["switched_off"] += 1
             log.error("the disk tier in %s is switched off (%s)", self._folder, text)

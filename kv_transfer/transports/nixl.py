@@ -4,8 +4,8 @@ NIXL's progress thread stays off: it spins at a full core and shares a lock with
 `poll` drives all progress. On one host `transfer` copies synchronously (CMA) with the GIL released.
 Memory of a GPU goes through the same calls, unproven.
 
-NIXL has no types and raises one exception class per status, so its objects are `Any` here and every
-exception of a posting call means that the peer is lost.
+NIXL has no type annotations, so its objects are `Any` here. Its exceptions, a class for each status,
+have no common base: every exception of a posting call means that the peer is lost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DONE = "DONE"  #: NIXL's state of a transfer that has ended well
 
 @contextmanager
 def _log_buffers_kept() -> Iterator[None]:
-    """Gives log handlers that buffer their targets back, which the import of NIXL takes from them.
+    """Restores the targets of buffering log handlers, which the import of NIXL takes from them.
 
     NIXL configures logging by `dictConfig`, which closes every handler of the process. Ray Serve
     asks a handler of its own for its target: after the end of Serve's controller, the new one
@@ -99,17 +99,18 @@ class NixlPeer:
         agent.add_remote_agent(contact.metadata)
         self.region = NixlRegion(agent, card.agent, base=card.base, size=card.size, contact=contact)
         self.process = ProcessWatch(contact.process)
-        #: When it was lost, or when its process was last seen alive after that (`fenced`); None
-        #: while it is reachable. The fence's grace is counted from then.
-        self.down_at: float | None = None
+        #: Nothing is sent to it any more: a call failed, or the owner asked whether it is `fenced`.
+        self.is_lost = False
+        #: When `fenced` first found its process gone; None: it has not. The grace begins then.
+        self.gone_at: float | None = None
         self.marked_dead = False  #: the cluster has said that the peer's process is gone
 
     @property
     def process_gone(self) -> bool:
         """True if the peer's process is known to be gone, or is this one.
 
-        An agent of this very process that was closed is done, while the process lives on. Where
-        the host cannot tell, the cluster's word counts (`marked_dead`).
+        `ProcessWatch` cannot tell of this very process (None), whose closed agents are done while
+        it lives on; nor of a process elsewhere, of which the cluster's word counts (`marked_dead`).
         """
         has_ended = self.process.has_ended()
         if has_ended is None:
@@ -132,7 +133,7 @@ class NixlTransport:
     """
 
     name = "nixl"
-    refuses_late = False
+    refuses_late = False  #: a write of a peer that was given up still lands: hence `fenced`
 
     def __init__(self, agent: str, pool: Pool) -> None:
         """Raises TransportUnavailable when NIXL is not installed.
@@ -240,14 +241,14 @@ class NixlTransport:
 
     def _reachable_peer(self, name: str) -> NixlPeer:
         peer = self._peers.get(name)
-        if peer is None or peer.down_at is not None:
+        if peer is None or peer.is_lost:
             raise PeerLost(name)
         return peer
 
     def _lose_peer(self, name: str) -> None:
         peer = self._peers.get(name)
-        if peer is not None and peer.down_at is None:
-            peer.down_at = time.monotonic()
+        if peer is not None and not peer.is_lost:
+            peer.is_lost = True
             self._events.append(PeerDisconnected(name))
 
     @property
@@ -278,22 +279,23 @@ class NixlTransport:
         return True
 
     def fenced(self, peer: str) -> bool:
-        """Returns True a grace period after the peer's process is gone.
+        """Returns True a grace period after this first found the peer's process gone.
 
-        A killed writer's bytes may wait in our socket buffers, and polling applies them. Its
-        process must be gone before the grace begins: a frozen one may wake up and go on writing.
-        Of a process elsewhere the cluster must say so (`mark_process_dead`); until then nothing is
-        fenced.
+        Asked only of a peer that is given up, which is not reachable from then on. A killed
+        writer's bytes may wait in our socket buffers, and polling applies them. Its process must be
+        gone before the grace begins: a frozen one may wake up and go on writing. Of a process
+        elsewhere the cluster must say so (`mark_process_dead`); until then nothing is fenced.
         """
         known_peer = self._peers.get(peer)
         if known_peer is None:
             return True
+        known_peer.is_lost = True
         if not known_peer.process_gone:
-            known_peer.down_at = time.monotonic()
             return False
-        if known_peer.down_at is None:
-            known_peer.down_at = time.monotonic()
-        return time.monotonic() - known_peer.down_at > GRACE_S
+        now = time.monotonic()
+        if known_peer.gone_at is None:
+            known_peer.gone_at = now
+        return now - known_peer.gone_at > GRACE_S
 
     def mark_process_dead(self, peer: str) -> None:
         if peer in self._peers:
@@ -303,7 +305,7 @@ class NixlTransport:
         for peer in list(self._peers):
             try:
                 self.remove_peer(peer)
-            except Exception:  # NIXL has no types of errors, and closing goes on
+            except Exception:  # whatever NIXL says, closing goes on
                 logging.getLogger(__name__).debug("peer %s was gone already", peer)
         self._agent.deregister_memory(self._registration)
         self._writes.clear()

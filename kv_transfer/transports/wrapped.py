@@ -6,7 +6,12 @@ from ..transport import PeerCard, Spans, Transport, TransportEvent
 
 
 class WrappedTransport:
-    """Passes every call on to `inner`, a `Transport`. A subclass overrides what it changes."""
+    """Passes every call on to `inner`. A subclass overrides what it changes.
+
+    What each member means is said at `transport.Transport`: for one, `refuses_late` is whether data
+    of a peer that was given up is refused as it comes in, `fenced` whether none can come any more,
+    and `write` returns the handle that is named when the write has ended.
+    """
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner

@@ -6,11 +6,13 @@ out of work. To decode alone, a worker needs none: there it is room that counts.
 A request is urgent while it can meet its deadline; the most urgent is the one whose prefill must
 begin first. Whoever cannot be served in time any more is overdue, or is refused if its class
 prefers that. There are four ways to a worker:
-  push: a request chooses the worker that has its first token earliest, if that worker takes it now.
-        Otherwise it waits, and prefers that worker if another would have to compute much more
+  push: a request chooses the worker that has its first token earliest. If that one is busy, the
+        request takes the best of the free ones, unless the busy one is clearly earlier; then it
+        waits, and prefers that worker if another would have to compute much more
   pull: a worker with credit takes the most urgent request that it can serve in time, or one that
         prefers its cache, if the urgent one can stand that
-  offer: the most urgent requests choose again every `CHOOSE_S`, while there are idle workers
+  offer: the most urgent requests choose again every `CHOOSE_S`, while there are idle workers; with
+        `disaggregate: auto` always, as decode workers may take them
   share: a decode worker with time to spare computes a prompt beside its decodes, if that prompt
         would be late on the prefill workers, or is overdue
 """
@@ -36,7 +38,8 @@ from ..worker_state import WorkerState
 
 URGENT_COMPARED = 8  #: requests that a worker chooses among: few, as each is a prediction
 PREFERRING_COMPARED = 4  #: and of those, at most, that prefer this worker
-#: by how much a busy worker must be earlier than a free one: this share, and these seconds
+#: A busy worker is waited for if the time to its first token is below this share of the free one's,
+#: less these seconds.
 SOONER_SHARE = 0.9
 SOONER_S = 0.01
 #: what a cache must save to go before a more urgent request: seconds, or a share of the prompt
@@ -105,7 +108,11 @@ class DeadlinePolicy:
 
     @property
     def patience_s(self) -> float:
-        """Twice the longest wait for which a request is let in: then the prediction was wrong."""
+        """How long a request may be queued before the router gives it up.
+
+        It is twice the longest predicted wait with which a request is let in (`GIVE_UP_FACTOR`): by
+        then the prediction was wrong.
+        """
         return GIVE_UP_FACTOR * self.config.background_wait_s
 
     def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
@@ -389,7 +396,11 @@ class DeadlinePolicy:
         now: float,
         decided: list[Placement | Rejection],
     ) -> Outcome:
-        """Place the request on the worker that has its first token earliest, if it takes it now."""
+        """Place the request on the worker that has its first token earliest, of those that take it now.
+
+        With `auto` a decode worker is preferred where it is better. The request waits if nobody takes
+        it, or if a busy worker is clearly earlier than every free one.
+        """
         if not candidates:
             return Outcome.NOTHING
         best = min(candidates, key=candidate_order)

@@ -129,12 +129,26 @@ def test_a_slow_write_of_nixl_holds_back_no_other_peers_notes(monkeypatch):
         patch.setattr(transport, "_agent", agent)
         for name in ("slow", "quick"):
             region = SimpleNamespace(units=lambda unit_bytes, name=name: name)
-            transport._peers[name] = SimpleNamespace(region=region, down_at=None)
+            transport._peers[name] = SimpleNamespace(region=region, is_lost=False)
         for peer, note in (("slow", b"1"), ("quick", b"2"), ("slow", b"3")):
             transport.write(peer, spans(pool.block_bytes, [0], [0]), note)
         assert agent.ended == [("quick", b"2")], "the next write has had it sent"
         transport._peers.clear()
         transport._writes.clear()
+    transport.close()
+
+
+@needs_nixl
+def test_nixls_grace_begins_when_the_process_is_found_gone_however_long_ago_it_was_lost():
+    _, transport = open_end("nixl", "lost#0", 1)
+    peer = SimpleNamespace(is_lost=True, gone_at=None, process_gone=False)
+    transport._peers["other"] = peer
+    assert not transport.fenced("other")
+    peer.process_gone = True
+    assert not transport.fenced("other")
+    peer.gone_at -= 2 * nixl.GRACE_S
+    assert transport.fenced("other")
+    transport._peers.clear()
     transport.close()
 
 

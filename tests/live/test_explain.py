@@ -63,4 +63,4 @@ def test_a_request_is_explained_and_its_log_replayed(tmp_path: Path) -> None:
     assert (same.requests, same.decided, same.equal) == (3, 3, 1.0)
     with (tmp_path / "log" / "router.jsonl").open("rb") as lines:
         other = replay(read(lines), "round_robin")
-    assert other.decided == 3 and set(other.policies) == {"diptych (recorded)", "round_robin"}
+    assert other.decided == 3 and set(other.policies) == {"diptych (the log's own)", "round_robin"}

@@ -60,7 +60,7 @@ def test_its_own_policy_chooses_the_same_again() -> None:
 def test_another_policy_chooses_otherwise() -> None:
     found = replay(read(day().lines), "round_robin")
     assert found.decided == 12 and found.equal < 1.0
-    assert list(found.policies) == ["diptych (recorded)", "round_robin"]
+    assert list(found.policies) == ["diptych (the log's own)", "round_robin"]
 
 
 def test_a_snapshot_begins_a_log_in_the_middle_of_a_life() -> None:

@@ -75,6 +75,7 @@ def run_cluster(proxy: str, model: Path) -> Iterator[MeasuredCluster]:
     `proxy` is `python` or `haproxy`, which are Serve's, or `none`: the gateway's own socket. Of
     `model`, a checkpoint's folder, the tokenizer is used.
     """
+    from ...applications import FRONT_APPLICATION
     from ...launch.ray_cluster import start_ray
 
     if proxy == "haproxy":
@@ -84,7 +85,8 @@ def run_cluster(proxy: str, model: Path) -> Iterator[MeasuredCluster]:
     # In /tmp, as paths of Ray's Unix sockets must be short.
     temporary_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
     try:
-        start_ray(Path(temporary_folder), "token", cpus=4)  # Ray's count; it binds nothing
+        # Ray asks its callers for a token. It binds nothing to the four cores that it is told of.
+        start_ray(Path(temporary_folder), auth="token", cpus=4)
         from ray import serve
 
         if proxy == "none":
@@ -92,7 +94,7 @@ def run_cluster(proxy: str, model: Path) -> Iterator[MeasuredCluster]:
         else:
             serve.start(http_options={"host": HOST, "port": port})
         listen = "gateway" if proxy == "none" else "serve"
-        serve.run(_application(model, port, listen), name="diptych", blocking=False)
+        serve.run(_application(model, port, listen), name=FRONT_APPLICATION, blocking=False)
         _wait_until_ready(port)
         yield MeasuredCluster(port)
     finally:
@@ -128,6 +130,8 @@ def _application(model: Path, port: int, listen: str) -> Any:
             },
             "router": {"queue_max": STREAMS_LIMIT},
             "slo": {"ttft_ms": TARGET_MS, "itl_ms": TARGET_MS},
+            # Longer than by default: token sources that share the cores with a load may be late
+            # with their signs of life, and must not be given up.
             "silence_s": 10.0,
         }
     )
@@ -148,10 +152,11 @@ def _application(model: Path, port: int, listen: str) -> Any:
         bind(TokenSourceWorker, "PrefillWorker", ["prefill", config.secret, token_ids]),
         bind(TokenSourceWorker, "DecodeWorker", ["decode", config.secret, token_ids]),
     ]
-    tree["model"] |= {"path": str(model), "name": MODEL_NAME}
-    # Serve knows no configuration of this application, which `serve.run` deploys.
-    models = [ModelApplication(FRONT_APPLICATION, tree)]
-    return bind(Gateway, "Gateway", [tree, models, others])
+    # A gateway looks for its models in the configurations that Serve was given. `serve.run` gives it
+    # none, so the gateway is told: the model's workers are in its own application.
+    front = tree | {"model": tree["model"] | {"path": str(model), "name": MODEL_NAME}}
+    models = [ModelApplication(FRONT_APPLICATION, front)]
+    return bind(Gateway, "Gateway", [front, models, others])
 
 
 def countable_token_ids(tokenizer: ChatTokenizer) -> list[int]:

@@ -22,7 +22,9 @@ from ...gateway.text.tokenizer import ChatTokenizer
 from .cluster import HOST, BenchError, countable_token_ids
 from .usage import cpu_s_of, pin
 
-#: Tokens a second of a token source, where an answer has more than the first: a step each ms.
+#: Tokens a second behind an answer's first one. In place of an engine our measured workers have a
+#: *token source* (`source.py`), which reads its pace from the request's seed. It has no effect on
+#: answers of one token, as those of `LOADS`.
 SOURCE_PACE = 1000
 END_OF_HEAD = b"\r\n\r\n"
 END_OF_EVENT = b"\n\n"
@@ -97,7 +99,7 @@ def prompt_texts(tokenizer: ChatTokenizer, load: RequestLoad, seed: int) -> Iter
 
 
 def request_bytes(text: str, model: str, load: RequestLoad) -> bytes:
-    """Return a whole HTTP request for a streamed completion. Its seed is the token source's pace."""
+    """Return a whole HTTP request for a streamed completion. Its seed is `SOURCE_PACE`."""
     content = {
         "model": model,
         "prompt": text,
@@ -120,7 +122,8 @@ def measure_requests(
     """Put the load on the server, and return a row of `diptych bench gateway --requests`.
 
     CPU is that of all the server's processes from before the first request until after the last
-    one, in microseconds per request. Raises BenchError if any request fails.
+    one, in microseconds per request: by part of the server (`cpu_us_per_request`) and in sum
+    (`cpu_us`). `requests_s` are requests per second. Raises BenchError if any request fails.
     """
     requests = [
         request_bytes(text, server.model, load) for text in prompt_texts(tokenizer, load, seed)
@@ -180,7 +183,8 @@ async def _send(
         began_at = time.perf_counter()
         writer.write(request)
         head = await reader.readuntil(END_OF_HEAD)
-        # A server that lets small segments wait for an acknowledgement waits for none.
+        # Acknowledge at once: a server may hold its next small segment back until then (Nagle's
+        # algorithm), and an acknowledgement that is delayed would count as the server's time.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
         if not head.startswith(b"HTTP/1.1 200"):
             rest = await reader.read(ERROR_CHARACTERS_LIMIT)

@@ -148,8 +148,10 @@ class DiptychServing:
     model: Path
     cores: tuple[int, ...]
     max_model_len: int  #: tokens of prompt and answer together
-    ttft: str  #: targets for which the servers are configured; this one as in `max(1s, 3x)`
-    itl_s: float
+    #: The setting `slo.ttft`, such as `2s` or `max(1s, 3x)`: three times what the prompt takes on an
+    #: idle worker, but a second at least.
+    ttft: str
+    itl_s: float  #: The setting `slo.itl_ms`, in seconds.
     settings: tuple[str, ...] = ()  #: further `KEY=VALUE` of cluster.yaml
 
 

@@ -1,8 +1,10 @@
-"""Fields that OpenAI, Anthropic or vLLM document and this server does not have: what is done.
+"""Fields that OpenAI, Anthropic, vLLM or SGLang document and this server does not have.
 
 A field is taken at its neutral values, which change nothing. At any other value it is ignored if
-the answer is as good without it, and refused with a hint at what works instead if it is not. The
-table in docs/http.md is made from this one by `known_fields_table`.
+the answer is as good without it, and refused with a hint at what works instead if it is not. A
+gateway that was told to be strict refuses the fields at any value, but those that say
+`neutral_if_strict` at their neutral ones. The table in docs/http.md is made from this one by
+`known_fields_table`.
 """
 
 from __future__ import annotations
@@ -37,15 +39,14 @@ class Treatment(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class KnownField:
-    """A documented field that no model of a body has."""
+    """A documented field that no class of a body declares."""
 
     path: str  #: Names from the top of the body, joined by dots; lists count as their elements.
     apis: frozenset[ApiName]  #: The APIs that document it.
     treatment: Treatment
     explanation: str  #: Why the field may be ignored, or what works instead of it.
     neutral_values: tuple[Any, ...] = ()  #: They change nothing; null is always neutral.
-    #: True if a strict gateway takes the neutral values, too.
-    neutral_if_strict: bool = False
+    neutral_if_strict: bool = False  #: True if a strict gateway, too, takes the neutral values.
     #: What the details of the refusal say, for SDKs that then do without the field.
     error_code: str = ""  #: Empty: a refusal has no details.
 
@@ -57,11 +58,11 @@ class KnownField:
         return {"error_code": self.error_code, "unsupported": [self.path]}
 
     def is_neutral(self, value: Any) -> bool:
-        """Return whether the answer is the same with this value as without the field."""
+        """Return whether the value asks for nothing: it is null, or one of `neutral_values`."""
         return value is None or value in self.neutral_values
 
 
-# Which APIs document a field: the third column of the table below.
+# Which APIs document a field: the second argument of each row of `KNOWN_FIELDS`.
 _CHAT = frozenset({ApiName.CHAT})
 _COMPLETIONS = frozenset({ApiName.COMPLETIONS})
 _RESPONSES = frozenset({ApiName.RESPONSES})

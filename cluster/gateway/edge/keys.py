@@ -39,7 +39,7 @@ FILE_CHECK_INTERVAL_S = 1.0  #: When requests come, the file is looked at once i
 ID_BYTES = 4  #: Random bytes of an id; an id that is taken is drawn again.
 ID_CHARS = 2 * ID_BYTES  #: In hex.
 SECRET_BYTES = 24  #: The 192 random bits of a key's secret.
-KEY_CHARS_MAX = 200  #: No key is as long, so that a longer text is not even split.
+KEY_CHARS_MAX = 200  #: A longer text is never a key, and is not even split.
 #: Of keys that are in no file: the configuration gives their hashes.
 GIVEN_KEY_TENANT = "default"
 #: Compared in place of the hash of an unknown id, so that it takes as long as for a known one.
@@ -49,7 +49,7 @@ KeyWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
 class KeyFileError(Exception):
-    """The key file is not what it should be; the message says where."""
+    """The key file, or a change that is asked of it, is not valid; the message says what."""
 
 
 class ApiKey(BaseModel):
@@ -84,7 +84,8 @@ class Keyring(BaseModel):
     def find(self, key_text: str) -> ApiKey | None:
         """Return the key whose text this is, or None.
 
-        The comparison takes the same time for every wrong text.
+        Of texts of one length it takes the same time for every wrong one, whether there is a key of
+        its id or not.
         """
         key_id = _id_of(key_text)
         key = next((key for key in self.keys if key.id == key_id), None)
@@ -106,7 +107,7 @@ class AccessControl:
     """Finds out whose key a request has, and holds the key to its limits.
 
     Without a `path` and `key_hashes` no request needs a key. The keys with these hashes (SHA-256)
-    have no limits, and any text may be one. Raises KeyFileError if the file cannot be read at the
+    have no limits, and any text of at most `KEY_CHARS_MAX` characters may be one. Raises KeyFileError if the file cannot be read at the
     start. `now` is `time.monotonic()`, or was when the request arrived.
     """
 
@@ -211,7 +212,10 @@ class AccessControl:
         self._limiter.take_report(gateway, usage)
 
     def share_between(self, gateways: int) -> None:
-        """Let so many gateways share what is left of each key's limits, until the next call."""
+        """Let so many gateways share what is left of each key's limits from now on.
+
+        It holds until `share_between` is called again.
+        """
         self._limiter.begin_interval(gateways)
 
     def _read_if_changed(self, path: Path, now: float) -> None:
@@ -264,7 +268,8 @@ def add_key(
 ) -> tuple[ApiKey, str]:
     """Add a key to the file, which is made if it is missing. The fields are those of `ApiKey`.
 
-    Returns the key and its text, which is kept nowhere. Raises KeyFileError.
+    Returns the key and its text, which is kept nowhere. Raises KeyFileError, and OSError where the
+    file's folder is missing or may not be written.
     """
     with _changing_keys(path) as keys:
         used_ids = {key.id for key in keys}
@@ -291,7 +296,7 @@ def add_key(
 
 
 def revoke_key(path: Path, key_id: str) -> ApiKey:
-    """Take a key out of the file and return it. Raises KeyFileError."""
+    """Take a key out of the file and return it. Raises as `add_key` does, also for an unknown id."""
     with _changing_keys(path) as keys:
         for key in keys:
             if key.id == key_id:

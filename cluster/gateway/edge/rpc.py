@@ -89,6 +89,7 @@ class ReplyQueue(Generic[Reply]):
 
     @property
     def held_bytes(self) -> int:
+        """About how many bytes wait: all replies count as large as the newest, as Python has it."""
         if not self._replies:
             return 0
         return len(self._replies) * (FRAME_BYTES + self._replies[-1].ByteSize())
@@ -111,7 +112,7 @@ class ReplyQueue(Generic[Reply]):
         raise AssertionError("a call of gRPC cannot be resumed half-way")
 
     async def drain(self) -> None:
-        """Waits until there is room. Raises Stalled when gRPC takes nothing for `STALL_S`."""
+        """Waits until there is room. Raises Stalled, a `ReaderCutOff`, if there is none in `STALL_S`."""
         if self._has_room.is_set():
             return
         try:
@@ -213,6 +214,7 @@ def _streaming_method(
                 call = await prepare(served, request, request_id, terms)
                 texts = AnswerTexts(call.request, served.text, call.output)
                 queue = ReplyQueue(call, texts)
+                # The model's shelf has the answers generated, and keeps those that may be resumed.
                 answers = served.shelf.push_answers(call.request, TextSink(texts, queue))
                 answering = asyncio.ensure_future(answers)
                 answering.add_done_callback(queue.end)
@@ -261,11 +263,12 @@ class Inference:
     async def ListModels(
         self, request: pb.ListModelsRequest, grpc_context: Any
     ) -> pb.ListModelsResponse:
-        """Answers with all names of all models; without a valid key the status says so."""
+        """Answers with all names of all models; without a valid key with none, and an error."""
         try:
             self._admit(grpc_context, time.monotonic())
         except ApiError as error:
             _set_status(grpc_context, error, "")
+            return pb.ListModelsResponse()
         return pb.ListModelsResponse(models=self.service.names)
 
     async def Check(

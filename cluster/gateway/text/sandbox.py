@@ -65,13 +65,16 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self._rendering.deadline_s = deadline_s
         pieces = []
         size = 0
-        for piece in template.generate(variables):
-            if monotonic() > deadline_s:
-                raise _too_slow()
-            size += len(piece)
-            if size > LIMIT_CHARS:
-                raise SecurityError(f"its text has more than {LIMIT_CHARS} characters")
-            pieces.append(piece)
+        try:
+            for piece in template.generate(variables):
+                if monotonic() > deadline_s:
+                    raise _too_slow()
+                size += len(piece)
+                if size > LIMIT_CHARS:
+                    raise SecurityError(f"its text has more than {LIMIT_CHARS} characters")
+                pieces.append(piece)
+        finally:
+            self._rendering.deadline_s = float("inf")
         return "".join(pieces)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
@@ -118,7 +121,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 class _Rendering(threading.local):
     """What a thread renders."""
 
-    #: On the monotonic clock. Infinite before the first rendering: compiling a template calls hooks
+    #: On the monotonic clock. Infinite while nothing is rendered: compiling a template calls hooks
     #: too, for constants.
     deadline_s = float("inf")
 

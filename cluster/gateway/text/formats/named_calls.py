@@ -75,6 +75,7 @@ def _read_deepseek_call(reader: AnswerReader) -> Reading[None]:
             return
         reader.buffer = end + reader.buffer
         opening += yield from reader.skip_space()
+        # `read_named_call` drops the fence's end, which stands before the closing marker.
         opening += yield from reader.takes(DEEPSEEK_FENCE)
     yield from reader.read_named_call(name.strip(), opening, DEEPSEEK_CALL_CLOSE)
 
@@ -117,5 +118,6 @@ def read_mistral(reader: AnswerReader) -> Reading[None]:
             reader.add_unread(opening)
             marker = end
             continue
+        # Nothing marks the end of a call but that of its JSON object.
         yield from reader.read_named_call(name.strip(), opening, end_marker="")
         marker = yield from reader.release_until(_MISTRAL_OPENING, PartKind.CONTENT)

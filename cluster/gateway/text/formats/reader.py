@@ -66,8 +66,8 @@ class AnswerReader:
     ) -> None:
         """`function_names` are those that the request offers to the model, and `parameter_schemas`
         the JSON schemas of their parameters, by name. `one_call_only`: calls behind the first one
-        are read, but no parts are made of them. `strips_start`: white space in front of the first
-        content is none of it.
+        are read and left out; what stands inside of them and is no argument becomes content, as in
+        any call. `strips_start`: white space in front of the first content is none of it.
         """
         self.function_names = function_names
         self.parameter_schemas = parameter_schemas or {}
@@ -80,7 +80,8 @@ class AnswerReader:
         self.has_cut_call = False  #: True if the last of them lacks its end.
         self.flaws: list[CallFlaw] = []
         self._strips_start = strips_start
-        #: True while only white space has come since the last marker, or since the start.
+        #: True from the start, and from each marker, until `_strip_section_start` has met text
+        #: behind white space that it may drop, or `begin_content` has said that none may be dropped.
         self._at_section_start = True
         self._one_call_only = one_call_only
         self._leaves_call_out = False  #: True if the call under way does not come out.
@@ -149,8 +150,9 @@ class AnswerReader:
     def release_until(self, markers: Markers, kind: PartKind) -> Reading[str]:
         """Add the text up to a marker to the parts as it comes; return the marker.
 
-        White space around markers is no part. Without a marker, all text up to the end of the
-        answer comes out, and the marker is empty.
+        White space in front of a marker is no part, and behind one only where
+        `_strip_section_start` says so. Without a marker, all text up to the end of the answer comes
+        out, and the marker is empty.
         """
         while True:
             self._strip_section_start(kind)
@@ -195,8 +197,8 @@ class AnswerReader:
         White space belongs to the text if it is content that no call is in front of, unless the
         reader `strips_start`.
         """
-        follows_marker = kind == PartKind.REASONING or self.calls > 0 or self._strips_start
-        if self._at_section_start and follows_marker:
+        drops_space = kind == PartKind.REASONING or self.calls > 0 or self._strips_start
+        if self._at_section_start and drops_space:
             self.buffer = self.buffer.lstrip()
             self._at_section_start = not self.buffer
 
@@ -335,6 +337,6 @@ class AnswerReader:
 
 
 def json_string(text: str) -> str:
-    """Return a JSON string with its quotes. Halves of surrogate pairs become U+FFFD."""
+    """Return a JSON string with its quotes. Each half of a surrogate pair becomes `?`."""
     clean_text = text.encode("utf-8", "replace").decode() if not text.isascii() else text
     return msgspec.json.encode(clean_text).decode()

@@ -1,6 +1,6 @@
 """The backend of CPUs: C++ kernels where they run, torch everywhere else.
 
-The C++ kernels compute in bfloat16 and need AVX512-BF16 and a compiler. Torch, too, is exact only
+The C++ kernels compute in bfloat16 and need AVX2 and a compiler. Torch, too, is exact only
 in bfloat16: in other types a row's products depend on how many rows are computed beside it. What
 the methods take and return is said in `backend.Backend`.
 """
@@ -122,6 +122,4 @@ def _native_ops(options: EngineOptions, spec: ModelSpec) -> NativeOps:
     """Returns the C++ kernels that the options name, or the fastest. Raises KernelUnavailable."""
     if options.dtype != "bfloat16":
         raise KernelUnavailable(f"the C++ kernels do not compute in {options.dtype}")
-    if options.kernels == "avx512":
-        return NativeOps(spec.head_dim, options.threads, tiles=False)
-    return native_ops(spec.head_dim, options.threads)
+    return native_ops(spec.head_dim, options.threads, options.kernels)

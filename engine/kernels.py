@@ -1,20 +1,22 @@
 """Builds, loads and calls the C++ kernels of `native/`, where the CPU and a compiler allow it.
 
-The library is compiled once for each version of the sources and of the compiler, with or without
-AMX (about 5 s), and kept in the user's cache. Where anything is in the way (another CPU, no
-compiler), `KernelUnavailable` says why, and the engine uses the torch operations.
+The library is compiled for an instruction set (`KernelBuild`), once for each version of the sources
+and of the compiler (about 5 s), and kept in the user's cache. Where anything is in the way (another
+CPU, no compiler), `KernelUnavailable` says why, and the engine uses the torch operations.
 
     python -m diptych.engine.kernels     # builds the library now, so that no worker has to
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -36,10 +38,33 @@ MLP_ROWS = 512
 #: The only size of KV blocks, in tokens, that attention in C++ knows; torch attends to all others.
 KERNEL_BLOCK_TOKENS = 64
 
-#: What the compiler gets: for every build, for all kernels, and for those with AMX tiles.
-FLAGS = ["-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp"]
-AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"]
-AMX_FLAGS = ["-mamx-tile", "-mamx-bf16"]
+#: What the compiler gets for every build.
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
+_AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelBuild:
+    """A build of the library: which CPUs it is for, and what is compiled into it."""
+
+    instructions: str  #: The instruction set, as `EngineOptions.kernels` calls it.
+    #: `Ops.name`. KV peers compare it: kernels that add in another order give other bits, and so
+    #: have another name.
+    ops_name: str
+    #: What /proc/cpuinfo must list, and what is missing where it does not, in words.
+    cpu_flags: tuple[tuple[str, str], ...]
+    compiler_flags: tuple[str, ...]
+    #: Sources whose names end so belong to this build; those without an ending to every build.
+    source_endings: tuple[str, ...]
+    #: The linear layers are a kernel, too; else oneDNN computes them.
+    has_linear: bool = True
+    mlp_rows: int | None = None  #: `Ops.mlp_rows`
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention function."""
+        return f"attention_{self.instructions}"
+
 
 _Pointer = ctypes.c_void_p
 _Long = ctypes.c_int64
@@ -55,10 +80,18 @@ _ATTENTION: list[type] = [
     *(_Int, _Float, _Int),  # window (0: none), scale, threads
 ]
 
+#: The same of linear layers, which `linear.NativeLinear` calls.
+_LINEAR: list[type] = [
+    *(_Pointer, _Long, _Long),  # rows, stride of rows in elements, number of rows
+    *(_Pointer, _Float),  # weight of the norm, epsilon
+    *(_Pointer, _Pointer, _Pointer, _Pointer),  # weight, bias, residual, out
+    *(_Long, _Long, _Int),  # inputs, outputs, gated
+    *(_Pointer, _Int),  # workspace, threads
+]
+
 #: The parameters of the functions that each build of the library has, in the order in which
 #: `native/*.cpp` declares them.
 SIGNATURES: dict[str, list[type]] = {
-    "attention_avx512": _ATTENTION,
     "rms_norm": [
         *(_Pointer, _Pointer, _Pointer),  # rows, weight, out
         *(_Long, _Long, _Float, _Int),  # number of rows, their size, epsilon, threads
@@ -76,22 +109,38 @@ SIGNATURES: dict[str, list[type]] = {
     ],
 }
 
-#: The same for the functions that only a build with AMX tiles has. `linear.AmxLinear` calls
-#: `linear_amx`.
-TILED_SIGNATURES: dict[str, list[type]] = {
-    "attention_amx": _ATTENTION,
-    "linear_amx": [
-        *(_Pointer, _Long, _Long),  # rows, stride of rows in elements, number of rows
-        *(_Pointer, _Float),  # weight of the norm, epsilon
-        *(_Pointer, _Pointer, _Pointer, _Pointer),  # weight, bias, residual, out
-        *(_Long, _Long, _Int),  # inputs, outputs, gated
-        *(_Pointer, _Int),  # workspace, threads
-    ],
-}
+#: The builds, the fastest first. "-rows" in a name tells attention whose rows share registers from an
+#: earlier one.
+BUILDS = (
+    KernelBuild(
+        "amx",
+        "cpp-amx",
+        (("avx512_bf16", "AVX512-BF16"), ("amx_bf16", "AMX")),
+        (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"),
+        ("_amx",),
+    ),
+    KernelBuild(
+        "avx512",
+        "cpp-avx512bf16-rows",
+        (("avx512_bf16", "AVX512-BF16"),),
+        _AVX512_FLAGS,
+        ("_avx512",),
+        has_linear=False,
+        mlp_rows=MLP_ROWS,
+    ),
+    KernelBuild(
+        "avx2",
+        "cpp-avx2",
+        (("avx2", "AVX2"), ("fma", "FMA")),
+        ("-mavx2", "-mfma"),
+        ("_avx2",),
+        mlp_rows=MLP_ROWS,
+    ),
+)
 
 
 class NativeOps(Ops):
-    """`ops.Ops` on AVX512-BF16, and on AMX tiles if `tiles`.
+    """`ops.Ops` in C++, by a build for some CPUs.
 
     `Ops` says what each method takes and returns. Rows, weights and caches are bfloat16, cosines and
     sines are float32, and all tensors are in host memory. Shapes that the kernels do not know go to
@@ -100,18 +149,16 @@ class NativeOps(Ops):
     threads compute each call.
     """
 
-    def __init__(self, head_dim: int, threads: int, tiles: bool) -> None:
+    def __init__(self, head_dim: int, threads: int, build: KernelBuild) -> None:
         if head_dim % 32:  # the kernels load 32 bf16 numbers at a time
             raise KernelUnavailable(f"head size {head_dim} is no multiple of 32")
-        # KV peers compare the name: kernels that add in another order give other bits, and so have
-        # another name. "-rows" tells attention whose rows share registers from an earlier one.
-        self.name = "cpp-amx" if tiles else "cpp-avx512bf16-rows"
-        self.tiles = tiles
+        self.name = build.ops_name
+        self.build = build
         self.threads = threads
-        self.mlp_rows = None if tiles else MLP_ROWS
-        self.arena = HugePageArena()  #: Huge pages: `linear.AmxLinear` puts its weights there.
-        self.library = _library(tiles)
-        self._attention = getattr(self.library, "attention_amx" if tiles else "attention_avx512")
+        self.mlp_rows = build.mlp_rows
+        self.arena = HugePageArena()  #: Huge pages: `linear.NativeLinear` puts its weights there.
+        self.library = _library(build)
+        self._attention = getattr(self.library, build.attention)
 
     def attend(
         self,
@@ -151,7 +198,7 @@ class NativeOps(Ops):
 
     def norm(self, rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         count, size = rows.shape
-        # the kernel computes in vectors of 16 float32 numbers
+        # the kernels compute in vectors of up to 16 float32 numbers
         if size % 16 or not rows.is_contiguous():
             return super().norm(rows, norm)
         out = torch.empty_like(rows)
@@ -214,31 +261,30 @@ class NativeOps(Ops):
         return qkv.view(count, -1, head_dim)[:, :heads]
 
 
-def native_ops(head_dim: int, threads: int) -> NativeOps:
-    """Return the fastest kernels that run here: with AMX tiles, or else without.
+def native_ops(head_dim: int, threads: int, instructions: str = "auto") -> NativeOps:
+    """Return the kernels for an instruction set, or the fastest that run here (`auto`).
 
-    Raises KernelUnavailable if neither runs.
+    Raises KernelUnavailable if they do not run, or none does: then with what the last build needs.
     """
-    try:
-        return NativeOps(head_dim, threads, tiles=True)
-    except KernelUnavailable:
-        return NativeOps(head_dim, threads, tiles=False)
+    builds = [build for build in BUILDS if instructions in ("auto", build.instructions)]
+    for build in builds[:-1]:
+        with contextlib.suppress(KernelUnavailable):
+            return NativeOps(head_dim, threads, build)
+    return NativeOps(head_dim, threads, builds[-1])
 
 
 @cache
-def _library(tiles: bool) -> ctypes.CDLL:
-    """Return the library with or without AMX, built if it is not in the cache.
+def _library(build: KernelBuild) -> ctypes.CDLL:
+    """Return the library of a build, which is made if it is not in the cache.
 
     Raises KernelUnavailable.
     """
-    _check_cpu(tiles)
+    _check_cpu(build)
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise KernelUnavailable("there is no C++ compiler (g++)")
-    flags = FLAGS + AVX512_FLAGS + (AMX_FLAGS if tiles else [])
-    sources = sorted(
-        path for path in FOLDER.glob("*.cpp") if tiles or not path.stem.endswith("_amx")
-    )
+    flags = [*FLAGS, *build.compiler_flags]
+    sources = _sources(build)
     # the name changes with sources, compiler and flags, so no library of another version is loaded
     name = f"kernels-{_digest(compiler, flags, sources)}.so"
     try:
@@ -248,20 +294,26 @@ def _library(tiles: bool) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:  # a full disk, a folder that is read-only, a damaged file
         raise KernelUnavailable(f"{name} cannot be built or loaded: {error}") from None
-    _declare(library, tiles)
-    if tiles and library.allow_amx():  # asks Linux for the tiles; 0 is success
+    _declare(library, build)
+    if build.instructions == "amx" and library.allow_amx():  # asks Linux for the tiles; 0: success
         raise KernelUnavailable("Linux does not let this process use AMX tiles")
     return library
 
 
-def _check_cpu(tiles: bool) -> None:
+def _sources(build: KernelBuild) -> list[Path]:
+    """Return the sources of a build: its own, and those of every build."""
+    endings = {ending for other in BUILDS for ending in other.source_endings}
+    others = tuple(endings - set(build.source_endings))
+    return sorted(path for path in FOLDER.glob("*.cpp") if not path.stem.endswith(others))
+
+
+def _check_cpu(build: KernelBuild) -> None:
     """Raise KernelUnavailable if the CPU lacks what the library is compiled for."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    if "avx512_bf16" not in flags:
-        raise KernelUnavailable("the CPU has no AVX512-BF16")
-    if tiles and "amx_bf16" not in flags:
-        raise KernelUnavailable("the CPU has no AMX")
+    for flag, words in build.cpu_flags:
+        if flag not in flags:
+            raise KernelUnavailable(f"the CPU has no {words}")
 
 
 def _digest(compiler: str, flags: list[str], sources: list[Path]) -> str:
@@ -272,14 +324,16 @@ def _digest(compiler: str, flags: list[str], sources: list[Path]) -> str:
     return hashlib.blake2b(inputs, digest_size=12).hexdigest()
 
 
-def _declare(library: ctypes.CDLL, tiles: bool) -> None:
+def _declare(library: ctypes.CDLL, build: KernelBuild) -> None:
     """Tell ctypes the parameters of the library's functions."""
-    signatures = SIGNATURES | TILED_SIGNATURES if tiles else SIGNATURES
+    signatures = SIGNATURES | {build.attention: _ATTENTION}
+    if build.has_linear:
+        signatures[f"linear_{build.instructions}"] = _LINEAR
     for name, parameters in signatures.items():
         function = getattr(library, name)
         function.restype = None
         function.argtypes = parameters
-    if tiles:
+    if build.instructions == "amx":
         library.allow_amx.restype = _Long
         library.allow_amx.argtypes = []
 

@@ -1,8 +1,8 @@
 """Linear layers whose rows do not depend on the rows beside them.
 
-On CPUs with AMX the layer is `native/linear_amx.cpp`. It has one order of sums whatever the number
-of rows, and does the norm before the product and the activation or the residual behind it in the
-same call.
+On CPUs with AMX, and on those with AVX2 but without AVX512-BF16, the layer is our own kernel
+(`native/linear_amx.cpp`, `linear_avx2.cpp`). It has one order of sums whatever the number of rows,
+and does the norm before the product and the activation or the residual behind it in the same call.
 
 Where that kernel is missing, or does not fit the weights, the product is torch's, which for bf16
 is oneDNN's. That library picks its kernel by the number of rows. On a CPU with AMX, two of oneDNN's
@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -36,13 +36,6 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 #: The row count whose bits count as the right ones; any would do, if all engines take the same.
 REFERENCE_ROWS = 16
-
-#: What `linear_amx.cpp` works in: tiles of 16 outputs by 32 inputs, panels of two such tiles, and
-#: groups of 32 rows.
-TILE = 16
-TILE_INPUTS = 32
-PANEL = 32
-ROW_GROUP = 32
 
 #: Takes rows [T, inputs], gives rows [T, outputs].
 Product = Callable[[torch.Tensor], torch.Tensor]
@@ -143,14 +136,72 @@ class Linear:
         return smaller
 
 
-class AmxLinear(Linear):
-    """The same layer in C++ on AMX tiles: norm, product, gates and residual in one call.
+@dataclass(frozen=True, slots=True)
+class KernelShape:
+    """How a kernel of ours wants its weights, and how much it works on at a time."""
+
+    panel: int  #: Outputs that are computed together; missing ones are filled up with zeros.
+    input_multiple: int  #: The number of inputs must be a multiple of this.
+    rows: int  #: Rows that are packed together.
+    packed_dtype: torch.dtype  #: Of the packed rows.
+    #: Orders weights as the kernel reads them; their outputs fill the last panel.
+    arrange: Callable[[torch.Tensor], torch.Tensor]
+    #: Puts gates beside what they gate, in weights of gates over what they gate.
+    interleave: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _arrange_tiles(weight: torch.Tensor) -> torch.Tensor:
+    """For `linear_amx.cpp`: panels of 32 outputs, for each 32 inputs two tiles of 16 outputs.
+
+    A tile is in the order in which AMX reads pairs of bf16 numbers: 16 rows of 16 pairs.
+    """
+    outputs, inputs = weight.shape
+    pairs = weight.view(torch.int32).view(outputs // 32, 2, 16, inputs // 32, 16)
+    return pairs.permute(0, 3, 1, 4, 2)
+
+
+def _arrange_words(weight: torch.Tensor) -> torch.Tensor:
+    """For `linear_avx2.cpp`: panels of 16 outputs, for each input 8 words of two outputs.
+
+    Word j has output j in its low half, and output j + 8 in its high half.
+    """
+    outputs, inputs = weight.shape
+    return weight.view(outputs // 16, 2, 8, inputs).permute(0, 3, 2, 1)
+
+
+def _interleave(weight: torch.Tensor, run: int) -> torch.Tensor:
+    """Put each `run` of gates in front of the `run` that they gate."""
+    outputs = weight.shape[0]
+    runs = weight.view(2, outputs // (2 * run), run, -1)
+    return runs.transpose(0, 1).reshape(outputs, -1)
+
+
+#: By instruction set (`KernelBuild.instructions`).
+KERNEL_SHAPES = {
+    "amx": KernelShape(
+        panel=32,
+        input_multiple=32,
+        rows=32,
+        packed_dtype=torch.bfloat16,
+        arrange=_arrange_tiles,
+        interleave=partial(_interleave, run=16),
+    ),
+    "avx2": KernelShape(
+        panel=16,
+        input_multiple=8,
+        rows=6,
+        packed_dtype=torch.float32,
+        arrange=_arrange_words,
+        interleave=partial(_interleave, run=8),
+    ),
+}
+
+
+class NativeLinear(Linear):
+    """The same layer in C++: norm, product, gates and residual in one call.
 
     Only `__call__` works here. The product alone (`Linear.product`) is never called, and has no
     weights. A residual is added behind the call where the outputs do not fill their last panel.
-
-    Weights lie in panels of 32 outputs: for each 32 inputs two tiles of 16 outputs, in the order in
-    which AMX reads pairs of bf16 numbers (16 rows of 16 pairs).
     """
 
     _ops: NativeOps
@@ -159,29 +210,30 @@ class AmxLinear(Linear):
         self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, ops: NativeOps
     ) -> None:
         outputs, inputs = weight.shape
+        self._shape = KERNEL_SHAPES[ops.build.instructions]
+        self._kernel = getattr(ops.library, f"linear_{ops.build.instructions}")
         self._ops = ops
         self._gated = gated
         self._inputs = inputs
         self._outputs = outputs // 2 if gated else outputs
-        if gated:  # a tile of gates, then the tile of what they gate
-            tiles = weight.view(2, outputs // PANEL, TILE, -1)
-            weight = tiles.transpose(0, 1).reshape(outputs, -1)
-        weight = F.pad(weight, (0, 0, 0, -outputs % PANEL))
-
-        #: The outputs with those that fill the last panel.
-        self._padded_outputs = weight.shape[0]
-        panels = self._padded_outputs // PANEL
-        pairs = weight.view(torch.int32).view((panels, 2, TILE, inputs // TILE_INPUTS, TILE))
-        self._weight = ops.arena.place(pairs.permute((0, 3, 1, 4, 2)))
-        self._bias = None if bias is None else F.pad(bias.float(), (0, -outputs % PANEL))
+        if gated:
+            weight = self._shape.interleave(weight)
+        missing = -outputs % self._shape.panel
+        weight = F.pad(weight, (0, 0, 0, missing))
+        self._padded_outputs = weight.shape[0]  #: The outputs with those that fill the last panel.
+        self._weight = ops.arena.place(self._shape.arrange(weight))
+        self._bias = None if bias is None else F.pad(bias.float(), (0, missing))
 
     @staticmethod
-    def fits(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> bool:
-        """Return whether tiles can compute a layer of these weights."""
-        outputs, inputs = weight.shape
-        if inputs % TILE_INPUTS or weight.dtype != torch.bfloat16:
+    def fits(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, ops: NativeOps) -> bool:
+        """Return whether the kernel of `ops` can compute a layer of these weights."""
+        if not ops.build.has_linear or weight.dtype != torch.bfloat16:
             return False
-        return not (gated and (bias is not None or outputs % PANEL))
+        shape = KERNEL_SHAPES[ops.build.instructions]
+        outputs, inputs = weight.shape
+        if inputs % shape.input_multiple:
+            return False
+        return not (gated and (bias is not None or outputs % shape.panel))
 
     def __call__(
         self,
@@ -189,17 +241,18 @@ class AmxLinear(Linear):
         norm: RmsNorm | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        shape = self._shape
         # the kernel would add a residual to padded outputs, which the residual does not have
-        if residual is not None and self._outputs % PANEL:
+        if residual is not None and self._outputs % shape.panel:
             return residual + self(rows, norm)
         row_count = rows.shape[0]
         assert rows.stride(1) == 1 and (residual is None or residual.is_contiguous())
         width = self._padded_outputs // (2 if self._gated else 1)
         out = torch.empty(row_count, width, dtype=rows.dtype)
-        packed_rows = (row_count + ROW_GROUP - 1) // ROW_GROUP * ROW_GROUP
-        packed = torch.empty(packed_rows, self._inputs, dtype=rows.dtype)  # the kernel's workspace
-        # in the order of the parameters of `linear_amx`: ctypes takes no keywords
-        self._ops.library.linear_amx(
+        packed_rows = (row_count + shape.rows - 1) // shape.rows * shape.rows
+        workspace = torch.empty(packed_rows, self._inputs, dtype=shape.packed_dtype)
+        # in the order of the kernels' parameters (`kernels._LINEAR`): ctypes takes no keywords
+        self._kernel(
             rows.data_ptr(),
             rows.stride(0),
             row_count,
@@ -212,7 +265,7 @@ class AmxLinear(Linear):
             self._inputs,
             self._padded_outputs,
             self._gated,
-            packed.data_ptr(),
+            workspace.data_ptr(),
             self._ops.threads,
         )
         return out if width == self._outputs else out[:, : self._outputs]
@@ -256,8 +309,8 @@ def make_linear(
     own_layer = ops.linear(weight, bias, gated=gated, precise=precise)
     if own_layer is not None:
         return own_layer
-    if isinstance(ops, NativeOps) and ops.tiles and AmxLinear.fits(weight, bias, gated):
-        return AmxLinear(weight, bias, gated, ops)
+    if isinstance(ops, NativeOps) and NativeLinear.fits(weight, bias, gated, ops):
+        return NativeLinear(weight, bias, gated, ops)
     return Linear(weight, bias, gated, ops)
 
 

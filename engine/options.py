@@ -114,7 +114,7 @@ class EngineOptions(ComputeSettings):
     kv_bytes: int | None = DEFAULT_KV_BYTES
     max_model_len: int | None = None  #: In tokens; None: the model's, or what the pool holds.
     limits: SchedulerLimits = field(default_factory=SchedulerLimits)
-    kernels: str = "auto"  #: Of a CPU: auto (the fastest that runs here) | avx512 | torch
+    kernels: str = "auto"  #: Of a CPU: auto (the fastest) | amx | avx512 | avx2 | torch
     tensor_parallel: int = 1  #: Processes that share the model.
     cores: tuple[int, ...] = ()  #: Those that the engine's thread is bound to; empty: any.
     shared_kv: bool = False  #: True if other processes can map the KV pool.

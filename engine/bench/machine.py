@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: memory bandwidth and bf16 matrix products.
+"""What this machine can do at most, measured: memory bandwidth and matrix products.
 
 Both use the threads that torch has in this process. A step cannot be faster than its bytes at that
 bandwidth, nor than its products at that rate, unless its weights stay in a cache.
@@ -23,8 +23,10 @@ READ_BYTES = 1 << 30
 #: Sides of the square matrices that are multiplied; the best rate of them counts.
 SIDES = (512, 1024, 2048)
 
-#: Calls of each load, of which the best counts: another process disturbs some of them.
+#: Calls of each load, of which the best counts: another process disturbs some of them. No call begins
+#: after `LOAD_S` seconds.
 REPEATS = 15
+LOAD_S = 1.0
 
 #: A machine is quiet while other processes take at most this share of all CPU time.
 QUIET_SHARE = 0.1
@@ -34,27 +36,29 @@ SAMPLE_S = 0.1
 
 
 def measure_machine() -> dict[str, float]:
-    """Return `gb_per_s`, the best of some reads, and `tflops`, of some square bf16 products.
+    """Return `gb_per_s`, the best of some reads, and `tflops`, of some square products.
 
-    A GB has 10^9 bytes; a TFLOP/s is 10^12 multiplications and additions a second.
+    A GB has 10^9 bytes; a TFLOP/s is 10^12 multiplications and additions a second. Products are of
+    bf16, and of float32: a CPU without instructions for bf16 computes in float32.
     """
     data = torch.ones(READ_BYTES // 4)
     seconds = min(_fastest_s(data.sum), _fastest_s(lambda: data.dot(data)))
-    tflops = max(_tflops(side) for side in SIDES)
+    dtypes = (torch.bfloat16, torch.float32)
+    tflops = max(_tflops(side, dtype) for side in SIDES for dtype in dtypes)
     return {"gb_per_s": round(READ_BYTES / 1e9 / seconds, 1), "tflops": round(tflops, 3)}
 
 
-def _tflops(side: int) -> float:
+def _tflops(side: int, dtype: torch.dtype) -> float:
     """Return the rate of a product of two matrices of `side` rows and columns."""
-    left = torch.randn(side, side).bfloat16()
-    right = torch.randn(side, side).bfloat16()
+    left = torch.randn(side, side).to(dtype)
+    right = torch.randn(side, side).to(dtype)
     return 2 * side**3 / 1e12 / _fastest_s(lambda: left @ right)
 
 
 def _fastest_s(call: Callable[[], object]) -> float:
-    """Return the seconds of the best of REPEATS calls."""
+    """Return the seconds of the best of REPEATS calls, or of those that begin within LOAD_S."""
     durations_s: list[float] = []
-    for _ in range(REPEATS):
+    while len(durations_s) < REPEATS and sum(durations_s) < LOAD_S:
         started_at = time.perf_counter()
         call()
         durations_s.append(time.perf_counter() - started_at)

@@ -9,30 +9,16 @@
 // Up to 6 rows share registers: 6 x 4 sums are the 24 independent ones that keep both multipliers
 // busy, and leave 4 registers for keys or values and one for the row's side.
 
+#include "attention.h"
 #include "common.h"
-
-#include <vector>
 
 namespace {
 
-constexpr int kPage = 64;        // keys of a page
 constexpr int kVectors = 4;      // of 16 keys each
 constexpr int kRows = 6;         // rows that share registers
-constexpr int kItemRows = 768;   // rows of one work item, at most: they share a page's packing
-constexpr int kItemRowsMinimum = 96;
-constexpr int kThreadItems = 4;  // work items of a thread, at least, where that leaves enough rows
+constexpr int kItemRows = 768;   // rows of one item, at most: they share a page's packing
 constexpr float kNone = -INFINITY;
 constexpr float kLog2e = 1.44269504089f;
-
-struct Shape {
-    const uint16_t *q, *k, *v;
-    uint16_t *out;
-    int64_t q_row, out_row;      // elements between query tokens
-    int64_t block, head;         // elements between KV blocks, KV heads
-    const int64_t *table;        // block tables of all spans, one after the other
-    int heads, kv_heads, dim, window;
-    float scale;                 // of scores, in units of log 2
-};
 
 // 2^x for x <= 0 and -inf, which gives 0; NaN stays NaN.
 inline __m512 exp2_negative(__m512 x) { return exp2_ps(_mm512_max_ps(_mm512_set1_ps(-200.0f), x)); }
@@ -210,38 +196,36 @@ inline void read_ahead(const uint16_t *page, int dim) {
     for (int i = 0; i < kPage * dim; i += 32) (void)*(const volatile uint16_t *)(page + i);
 }
 
-// Query tokens `token`..`token + count` of a span that starts at position `start`, for `heads` KV heads
-// from `first_head` on. The heads of a page lie one after the other, so they are walked in that order.
-void work(const Shape &s, int64_t token, int count, int64_t start, const int64_t *table, int first_head,
-          int heads) {
+// The heads of a page lie one after the other, so they are walked in that order.
+void work(const Shape &s, const Item &item) {
     thread_local std::vector<uint32_t> keys, values;
     thread_local std::vector<float> acc;
     thread_local std::vector<Row> rows;
-    const int group = s.heads / s.kv_heads, total = count * group;
+    const int group = s.heads / s.kv_heads, total = item.count * group;
     keys.resize(s.dim / 2 * kPage);
     values.resize(kPage / 2 * s.dim);
-    acc.assign((size_t)heads * total * s.dim, 0.0f);
-    rows.resize(heads * total);
-    for (int i = 0; i < heads * total; ++i) {
-        const int head = first_head + i / total, of_head = i % total;
-        const int64_t t = token + of_head / group, column = (int64_t)(head * group + of_head % group) * s.dim;
+    acc.assign((size_t)item.heads * total * s.dim, 0.0f);
+    rows.resize(item.heads * total);
+    for (int i = 0; i < item.heads * total; ++i) {
+        const int head = item.head + i / total, of_head = i % total;
+        const int64_t t = item.row + of_head / group, column = (int64_t)(head * group + of_head % group) * s.dim;
         Row &row = rows[i];
         row.q = s.q + t * s.q_row + column;
         row.out = s.out + t * s.out_row + column;
-        row.position = start + of_head / group;
+        row.position = item.start + of_head / group;
         row.most = kNone;
         row.sum = 0.0f;
         row.acc = acc.data() + (size_t)i * s.dim;
     }
-    const int64_t oldest = s.window ? std::max<int64_t>(start - s.window + 1, 0) : 0;
-    const int64_t last = (start + count - 1) / kPage;
+    const int64_t oldest = s.window ? std::max<int64_t>(item.start - s.window + 1, 0) : 0;
+    const int64_t last = (item.start + item.count - 1) / kPage;
     for (int64_t p = oldest / kPage; p <= last; ++p)
-        for (int h = 0; h < heads; ++h) {
-            const int64_t base = table[p] * s.block + (first_head + h) * s.head;
+        for (int h = 0; h < item.heads; ++h) {
+            const int64_t base = item.table[p] * s.block + (item.head + h) * s.head;
             read_ahead(s.k + base, s.dim);
             read_ahead(s.v + base, s.dim);
             pack_keys(s.k + base, s.dim, keys.data());
-            pack_values(s.v + base, s.dim, start + count - p * kPage, values.data());
+            pack_values(s.v + base, s.dim, item.start + item.count - p * kPage, values.data());
             for (int r = 0; r < total; r += kRows)
                 any_page(s, &rows[h * total + r], std::min(kRows, total - r), keys.data(), values.data(),
                          p * kPage);
@@ -259,30 +243,5 @@ extern "C" void attention_avx512(const uint16_t *q, const uint16_t *k, const uin
                                 int window, float scale, int threads) {
     const Shape s{q, k, v, out, q_row, out_row, block, head, table,
                   heads, kv_heads, dim, window, scale * kLog2e};
-    int64_t rows_of_all = 0;
-    for (int64_t i = 0; i < count; ++i) rows_of_all += spans[4 * i + 1] * heads;
-    const int64_t item_rows = std::clamp<int64_t>(rows_of_all / (kThreadItems * threads),
-                                                  kItemRowsMinimum, kItemRows);
-    const int64_t tokens = std::max<int64_t>(item_rows * kv_heads / heads, 1);
-    struct Item { int64_t row, start, table; int count, head, heads; };
-    std::vector<Item> items;
-    // a short span's item has several heads, as many as leave work for all threads
-    const int parts = threads > 1 ? (int)std::clamp<int64_t>(kThreadItems * threads / count, 1, kv_heads) : 1;
-    const int short_span_heads = (kv_heads + parts - 1) / parts;
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t *span = spans + 4 * i;
-        const bool is_short = span[1] * heads / kv_heads <= kItemRowsMinimum;
-        const int step = is_short ? short_span_heads : 1;
-        for (int64_t t = 0; t < span[1]; t += tokens)
-            for (int h = 0; h < kv_heads; h += step) {
-                const int rows = (int)std::min<int64_t>(tokens, span[1] - t);
-                items.push_back({span[0] + t, span[2] + t, span[3], rows, h, std::min(step, kv_heads - h)});
-            }
-    }
-    // from the end: a chunk's last tokens have the most keys, and nobody shall wait for them alone
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t i = (int64_t)items.size() - 1; i >= 0; --i) {
-        const Item &item = items[i];
-        work(s, item.row, item.count, item.start, table + item.table, item.head, item.heads);
-    }
+    for_each_item(s, spans, count, threads, kItemRows, [&](const Item &item) { work(s, item); });
 }

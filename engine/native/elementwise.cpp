@@ -1,33 +1,33 @@
 // What lies between the products, rounded to bf16 where the reference rounds.
 
-#include "common.h"
+#include "vectors.h"
 
 namespace {
 
 float inverse_rms(const uint16_t *x, int64_t size, float eps) {
-    __m512 squares = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += 16) {
-        const __m512 v = load_bf16(x + i);
-        squares = _mm512_fmadd_ps(v, v, squares);
+    Floats squares = zeros();
+    for (int64_t i = 0; i < size; i += kFloats) {
+        const Floats v = load_bf16(x + i);
+        squares = multiply_add(v, v, squares);
     }
     return 1.0f / std::sqrt(sum_lanes(squares) / size + eps);
 }
 
 void normalise(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t size, float eps) {
-    const __m512 scale = _mm512_set1_ps(inverse_rms(x, size, eps));
-    for (int64_t i = 0; i < size; i += 16) {
-        const __m512 v = round_bf16(_mm512_mul_ps(load_bf16(x + i), scale));
-        store_bf16(out + i, _mm512_mul_ps(v, load_bf16(weight + i)));
+    const Floats scale = all(inverse_rms(x, size, eps));
+    for (int64_t i = 0; i < size; i += kFloats) {
+        const Floats v = round_bf16(multiply(load_bf16(x + i), scale));
+        store_bf16(out + i, multiply(v, load_bf16(weight + i)));
     }
 }
 
 // Rotates the halves of one head in float32 and rounds once; in place is fine.
 void rotate(const uint16_t *x, const float *cos, const float *sin, uint16_t *out, int dim) {
-    for (int i = 0; i < dim / 2; i += 16) {
-        const __m512 a = load_bf16(x + i), b = load_bf16(x + dim / 2 + i);
-        const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
-        store_bf16(out + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-        store_bf16(out + dim / 2 + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    for (int i = 0; i < dim / 2; i += kFloats) {
+        const Floats a = load_bf16(x + i), b = load_bf16(x + dim / 2 + i);
+        const Floats c = load(cos + i), s = load(sin + i);
+        store_bf16(out + i, multiply_subtract(a, c, multiply(b, s)));
+        store_bf16(out + dim / 2 + i, multiply_add(b, c, multiply(a, s)));
     }
 }
 
@@ -45,10 +45,10 @@ extern "C" void rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *ou
 extern "C" void silu_mul(const uint16_t *x, uint16_t *out, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 16)
     for (int64_t row = 0; row < rows; ++row)
-        for (int64_t i = 0; i < size; i += 16) {
-            const __m512 gate = round_bf16(silu(load_bf16(x + row * 2 * size + i)));
+        for (int64_t i = 0; i < size; i += kFloats) {
+            const Floats gate = round_bf16(silu(load_bf16(x + row * 2 * size + i)));
             store_bf16(out + row * size + i,
-                       _mm512_mul_ps(gate, load_bf16(x + row * 2 * size + size + i)));
+                       multiply(gate, load_bf16(x + row * 2 * size + size + i)));
         }
 }
 

@@ -12,8 +12,8 @@ from diptych.engine import kernels
 from diptych.engine.attention import RowSpan, StepRows, attend
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
-from diptych.engine.kernels import NativeOps
-from diptych.engine.linear import AmxLinear, Linear
+from diptych.engine.kernels import NativeOps, native_ops
+from diptych.engine.linear import Linear, NativeLinear
 from diptych.engine.ops import Ops, RmsNorm
 from diptych.engine.scheduler import SchedulerLimits
 
@@ -24,16 +24,23 @@ AttendFunction = Callable[..., torch.Tensor]
 LAYOUTS = [(4, 4, 32), (8, 2, 64), (6, 1, 64), (7, 1, 128), (4, 2, 96), (4, 4, 256), (20, 1, 32)]
 
 
-@pytest.fixture(params=["amx", "avx512"])
-def tiles(request: pytest.FixtureRequest) -> bool:
-    """With AMX tiles, and without."""
-    kernel(32, tiles=request.param == "amx")
-    return request.param == "amx"
+@pytest.fixture(params=["amx", "avx512", "avx2"])
+def instructions(request: pytest.FixtureRequest) -> str:
+    """An instruction set for which there are kernels, and that runs here."""
+    kernel(32, instructions=request.param)
+    return request.param
 
 
-def kernel(dim: int, threads: int = 1, tiles: bool = False) -> NativeOps:
+@pytest.fixture(params=["amx", "avx2"])
+def linear_instructions(request: pytest.FixtureRequest) -> str:
+    """The same, of those whose linear layers are a kernel."""
+    kernel(32, instructions=request.param)
+    return request.param
+
+
+def kernel(dim: int, threads: int = 1, instructions: str = "auto") -> NativeOps:
     try:
-        return NativeOps(dim, threads, tiles)
+        return native_ops(dim, threads, instructions)
     except KernelUnavailable as error:
         pytest.skip(f"the kernels cannot run here: {error}")
 
@@ -84,22 +91,22 @@ def reference(q: torch.Tensor, cache: tuple, where: StepRows, window: int | None
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), LAYOUTS)
 @pytest.mark.parametrize("window", [None, 70])
 def test_it_is_as_accurate_as_torch(
-    tiles: bool, heads: int, kv_heads: int, dim: int, window: int | None
+    instructions: str, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
     q, cache, where = case(heads, kv_heads, dim)
     expected = reference(q, cache, where, window)
     ours, theirs = (
         (call(q, cache, where, scale=dim**-0.5, window=window).double() - expected).abs().max()
-        for call in (kernel(dim, tiles=tiles).attend, attend)
+        for call in (kernel(dim, instructions=instructions).attend, attend)
     )
     assert ours <= 1.5 * theirs + 1e-6
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), LAYOUTS)
 def test_rows_alone_in_chunks_and_all_at_once_have_the_same_bits(
-    tiles: bool, heads: int, kv_heads: int, dim: int
+    instructions: str, heads: int, kv_heads: int, dim: int
 ) -> None:
-    one, two = (kernel(dim, threads, tiles).attend for threads in (1, 2))
+    one, two = (kernel(dim, threads, instructions).attend for threads in (1, 2))
     assert is_row_exact(one, heads, kv_heads, dim)
     q, cache, where = case(heads, kv_heads, dim)
     for window in (None, 70):
@@ -107,11 +114,11 @@ def test_rows_alone_in_chunks_and_all_at_once_have_the_same_bits(
         assert torch.equal(*calls)
 
 
-@pytest.mark.parametrize("backend", ["amx", "avx512", "torch"])
+@pytest.mark.parametrize("backend", ["amx", "avx512", "avx2", "torch"])
 @pytest.mark.parametrize("rubbish", [1e4, float("nan"), float("inf")])
 def test_what_lies_behind_a_row_changes_no_bit(backend: str, rubbish: float) -> None:
     q, cache, where = case(8, 2, 64)
-    call = attend if backend == "torch" else kernel(64, tiles=backend == "amx").attend
+    call = attend if backend == "torch" else kernel(64, instructions=backend).attend
     before = call(q, cache, where, scale=0.125, window=None)
     for part in cache:  # the last used slots: 150 % 64, 141 % 64, 1, 64, 251 % 64
         for block, used in ((1, 22), (7, 13), (4, 1), (11, 59)):
@@ -173,13 +180,13 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_what_lies_between_the_matrices_is_as_in_torch(rows: int) -> None:
+def test_what_lies_between_the_matrices_is_as_in_torch(rows: int, instructions: str) -> None:
     generator = torch.Generator().manual_seed(rows)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    native, plain = kernel(64), Ops()
+    native, plain = kernel(64, instructions=instructions), Ops()
     x, norm = draw(rows, 192), RmsNorm(draw(192), 1e-5)
     assert close(native.norm(x, norm), plain.norm(x, norm))
     assert close(native.silu_mul(x * 8), plain.silu_mul(x * 8))
@@ -202,36 +209,38 @@ def test_what_lies_between_the_matrices_is_as_in_torch(rows: int) -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (1024, 2080), (2816, 1000)])
-def test_amx_linears_are_plain_linears_with_what_surrounds_them(
-    inputs: int, outputs: int, bias: bool
+def test_linears_are_plain_linears_with_what_surrounds_them(
+    linear_instructions: str, inputs: int, outputs: int, bias: bool
 ) -> None:
     generator = torch.Generator().manual_seed(inputs)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).bfloat16()
 
-    ops, norm = kernel(64, tiles=True), RmsNorm(draw(inputs), 1e-5)
+    ops, norm = kernel(64, instructions=linear_instructions), RmsNorm(draw(inputs), 1e-5)
     weight, add = draw(outputs, inputs) * 0.05, draw(outputs) if bias else None
     residual = draw(70, outputs)
-    fast, slow = AmxLinear(weight, add, False, ops), Linear(weight, add, False, ops)
-    for rows in (1, 16, 17, 70):
+    fast, slow = NativeLinear(weight, add, False, ops), Linear(weight, add, False, ops)
+    for rows in (1, 2, 3, 4, 5, 16, 17, 70):
         x = draw(rows, inputs)
         assert torch.allclose(fast(x).float(), slow(x).float(), atol=4e-2, rtol=2e-2)
         ours, theirs = (one(x, norm=norm, residual=residual[:rows]).float() for one in (fast, slow))
         assert torch.allclose(ours, theirs, atol=4e-2, rtol=2e-2)
-    if not bias and outputs % 32 == 0:
-        gated, plain = (kind(weight, None, True, ops) for kind in (AmxLinear, Linear))
+    if NativeLinear.fits(weight, add, True, ops):
+        gated, plain = (kind(weight, None, True, ops) for kind in (NativeLinear, Linear))
         x = draw(33, inputs)
         assert torch.allclose(gated(x).float(), plain(x).float(), atol=4e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_amx_linears_give_a_row_the_same_bits_among_any_others(threads: int) -> None:
+def test_linears_give_a_row_the_same_bits_among_any_others(
+    linear_instructions: str, threads: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(2112, 1024, generator=generator).bfloat16()
     x = torch.randn(1500, 1024, generator=generator).bfloat16()
-    whole = AmxLinear(weight, None, False, kernel(64, tiles=True))(x)
-    product = AmxLinear(weight, None, False, kernel(64, threads, tiles=True))
+    whole = NativeLinear(weight, None, False, kernel(64, instructions=linear_instructions))(x)
+    product = NativeLinear(weight, None, False, kernel(64, threads, linear_instructions))
     for first, count in ((0, 1), (5, 3), (700, 16), (33, 17), (64, 32), (10, 65), (100, 1400)):
         assert torch.equal(product(x[first : first + count]), whole[first : first + count])
 
@@ -279,7 +288,7 @@ def test_source_that_does_not_compile_leaves_nothing_behind(
     monkeypatch.setattr(kernels, "_cache_folder", lambda: tmp_path)
     kernels._library.cache_clear()
     with pytest.raises(KernelUnavailable, match="do not compile"):
-        NativeOps(32, 1, False)
+        native_ops(32, 1, "avx2")
     kernels._library.cache_clear()
     assert [path.name for path in tmp_path.iterdir()] == ["broken.cpp"]
 
@@ -300,7 +309,7 @@ def test_a_cache_that_cannot_be_used_leaves_the_torch_backend(
     assert engine.kernels.startswith("torch: ") and "cannot be built" in engine.kernels
 
 
-@pytest.mark.parametrize("backend", ["auto", "avx512"])
+@pytest.mark.parametrize("backend", ["auto", "avx512", "avx2"])
 def test_blocks_of_other_sizes_are_attended_in_torch(checkpoint, backend: str) -> None:
     config = EngineOptions(
         checkpoint("llama"), kernels=backend, limits=SchedulerLimits(block_tokens=128)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from diptych.engine.decoder import Mlp
 from diptych.engine.errors import KernelUnavailable
-from diptych.engine.kernels import NativeOps, native_ops
+from diptych.engine.kernels import native_ops
 from diptych.engine.linear import make_linear
 from diptych.engine.moe import MixtureOfExperts, SequentialExperts
 from diptych.engine.ops import Ops, RmsNorm
@@ -17,9 +17,7 @@ COUNT, HIDDEN, WIDE = 8, 64, 96
 
 def ops_named(name: str) -> Ops:
     try:
-        if name == "avx512":
-            return NativeOps(64, 1, tiles=False)
-        return native_ops(64, 1) if name == "native" else Ops()
+        return Ops() if name == "torch" else native_ops(64, 1, name)
     except KernelUnavailable as error:
         pytest.skip(str(error))
 
@@ -74,7 +72,7 @@ def test_the_mixture_is_the_weighted_sum_of_the_chosen(chosen: int, renormalize:
     assert float((ours - mixture.plainly(hidden)).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["torch", "avx512", "native"])
+@pytest.mark.parametrize("name", ["torch", "amx", "avx512", "avx2"])
 def test_a_row_has_the_same_bits_beside_any_others(name: str) -> None:
     mixture = Random(torch.bfloat16, ops_named(name), 3, True)
     hidden = rows(200, torch.bfloat16)

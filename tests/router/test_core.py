@@ -81,7 +81,7 @@ def test_a_request_gets_a_pair_at_once(rig: Rig) -> None:
     assert placed.prefill_worker in ("prefill/a", "prefill/b")
     assert placed.decode_worker in ("decode/x", "decode/y")
     assert (placed.attempt_key, placed.term, placed.hit_tokens) == (("r", 0), 5, 0)
-    assert placed.predicted_wait_ms == pytest.approx(320.0)  # 640 tokens at 2000/s
+    assert placed.predicted_ready_ms == pytest.approx(320.0)  # 640 tokens at 2000/s
 
 
 def test_the_second_goes_to_the_other_pair(rig: Rig) -> None:
@@ -93,7 +93,7 @@ def test_the_second_goes_to_the_other_pair(rig: Rig) -> None:
 def test_queued_prompts_are_part_of_the_wait() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("r1")
-    assert rig.ask("r2").predicted_wait_ms == pytest.approx(640.0)
+    assert rig.ask("r2").predicted_ready_ms == pytest.approx(640.0)
 
 
 @pytest.mark.parametrize("disaggregate", ["always", "auto"])
@@ -154,7 +154,7 @@ def test_a_first_token_takes_its_prompt_off_the_wait() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.ask("r1")
     rig.send(e.FirstTokenSent(("r1", 0)))
-    assert rig.ask("r2").predicted_wait_ms == pytest.approx(320.0)
+    assert rig.ask("r2").predicted_ready_ms == pytest.approx(320.0)
 
 
 def test_a_first_token_takes_a_local_prompt_off_the_wait_too() -> None:
@@ -169,7 +169,7 @@ def test_reports_change_the_predicted_rate() -> None:
     rig = Rig("prefill/a", "decode/x")
     rig.report("prefill/a", 1, prefill_tokens=6000, prefill_seconds=1.0)
     # half of 1/2000, half of 1/6000 seconds for each token: it is the first report
-    assert rig.ask("r").predicted_wait_ms == pytest.approx(640 * (0.5 / 2 + 0.5 / 6))
+    assert rig.ask("r").predicted_ready_ms == pytest.approx(640 * (0.5 / 2 + 0.5 / 6))
 
 
 def test_a_newcomer_starts_with_what_its_type_has_shown() -> None:
@@ -177,7 +177,7 @@ def test_a_newcomer_starts_with_what_its_type_has_shown() -> None:
     rig.report("prefill/a", 1, prefill_tokens=6000, prefill_seconds=1.0)
     rig.send(e.WorkerLost("prefill/a"))
     rig.send(e.WorkerJoined(card("prefill/b"), 0, []))
-    assert rig.ask("r").predicted_wait_ms == pytest.approx(640 * (0.5 / 2 + 0.5 / 6))
+    assert rig.ask("r").predicted_ready_ms == pytest.approx(640 * (0.5 / 2 + 0.5 / 6))
 
 
 def test_one_bad_prompt_does_not_keep_a_worker_idle_for_ever(rig: Rig) -> None:
@@ -275,7 +275,7 @@ def test_a_local_request_needs_a_decode_worker_only() -> None:
         128,
     )
     # one chunk of 512 tokens in a step of 20 ms, 1 ms of it for no row yet
-    assert placed.predicted_wait_ms == pytest.approx((640 - 128) / 2 + 20)
+    assert placed.predicted_ready_ms == pytest.approx((640 - 128) / 2 + 20)
 
 
 def test_disaggregate_never_makes_every_request_local(rig: Rig) -> None:

@@ -108,7 +108,7 @@ class World(RuleBasedStateMachine):
             and frame.prefill_worker not in place.lost_workers
         )
         assert 0 <= frame.hit_tokens < place.prompt_tokens
-        assert frame.predicted_ttft_ms >= frame.predicted_wait_ms >= 0
+        assert frame.predicted_ttft_ms >= frame.predicted_ready_ms >= 0
         self.fate[frame.attempt_key] = "placed"
         own = -(-(place.prompt_tokens + min(place.max_tokens, 64)) // 64)
         more = (place.answer_count - 1) * (own - place.prompt_tokens // 64)

@@ -265,7 +265,7 @@ def test_an_urgent_request_goes_before_a_long_one_that_can_stand_it() -> None:
     assert rig.ask("urgent", ttft_s=3.0) == {"urgent": ("prefill/a", "decode/x")}
     long, urgent = rig.frames["long"], rig.frames["urgent"]
     assert (long.deadline_s, urgent.deadline_s) == (15.0, 3.0), "the worker's order"
-    assert urgent.predicted_wait_ms == pytest.approx(1000 + 256)  # half a chunk, then itself
+    assert urgent.predicted_ready_ms == pytest.approx(1000 + 256)  # half a chunk, then itself
 
 
 def test_nobody_goes_before_one_that_would_be_late_by_it() -> None:
@@ -315,7 +315,7 @@ def test_a_prefix_is_fetched_where_that_is_faster_than_computing_it() -> None:
         assert (frame.prefill_worker, frame.prefix_holder) == ("prefill/b", expected)
         assert frame.hit_tokens == (768 if expected else 0)
         if expected and cost is quick:  # 232 tokens, and 768 moved after 2 ms
-            assert frame.predicted_wait_ms == pytest.approx(232 + 7.68 + 2)
+            assert frame.predicted_ready_ms == pytest.approx(232 + 7.68 + 2)
 
 
 def test_a_worker_takes_what_its_cache_saves_before_what_is_a_little_more_urgent() -> None:
@@ -371,7 +371,7 @@ def test_a_prompt_that_waited_for_a_chunk_says_nothing_of_the_workers_speed() ->
     rig.over("long")
     rig.over("short")
     assert rig.ask("next", prompt=1000)
-    assert rig.frames["next"].predicted_wait_ms == pytest.approx(1000.0)
+    assert rig.frames["next"].predicted_ready_ms == pytest.approx(1000.0)
 
 
 # ---- decode --------------------------------------------------------------------------------------

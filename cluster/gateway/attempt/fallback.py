@@ -56,7 +56,7 @@ def place_without_router(
         prefill_worker=prefill.card.id if prefill else None,
         decode_worker=decode.card.id,
         hit_tokens=0,
-        predicted_wait_ms=0.0,
+        predicted_ready_ms=0.0,
     )
 
 

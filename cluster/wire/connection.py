@@ -86,6 +86,7 @@ class FrameConnection:
         self._gathered_since = 0.0  #: When the first of them was sent (`time.monotonic`).
         self.suspected = False  #: True while the peer is suspected to be frozen.
         self.on_suspected: Callable[[], None] | None = None  #: Called when a suspicion begins.
+        self.ended_by_silence = False  #: True once the peer was given up as it said nothing.
         #: Seconds of a busy peer's silence before it is suspected; doubles with each false alarm.
         self._patience = SUSPECT_AFTER_S
         raw_socket = writer.get_extra_info("socket")
@@ -215,6 +216,7 @@ class FrameConnection:
                 log.warning(
                     "%s was silent for %.1f s: connection closed", self.name, silence_limit_s
                 )
+                self.ended_by_silence = True
                 self.abort()
                 return
             self._update_suspicion(silence_s, busy)

@@ -30,6 +30,7 @@ class Worker:
         self.begun: list[list[int]] = []  #: prompts of the attempts that came
         self.tokens_before_crash = 2
         self.is_sound = False  #: True: it does not crash.
+        self.freezes = False  #: True: it says nothing any more instead.
         self.answers_calls = True  #: False: as if the process had ended, and no socket said so yet.
         self.listener = FrameListener(secret, f.FramesToWorker, self._serve)
 
@@ -47,16 +48,20 @@ class Worker:
             offset = len(frame.token_ids) - len(POISON)  # what it goes on behind
             answer = f.AnswerTokens(frame.attempt_key, offset, tokens, done)
             peer.send(f.EngineStepTokens([answer]))
-            if is_poison:
+            if is_poison and self.freezes:
                 await peer.drain()
-                peer.close()
+                peer.send = lambda _frame: None  # no heartbeats either
+                self.listener.close()
+            elif is_poison:
+                await peer.drain()
+                peer.abort()
                 self.listener.close()
                 return
 
 
 @asynccontextmanager
-async def fleet() -> AsyncIterator[tuple[Generator, dict[str, Worker]]]:
-    config = ClusterConfig(silence_s=60.0)
+async def fleet(silence_s: float = 60.0) -> AsyncIterator[tuple[Generator, dict[str, Worker]]]:
+    config = ClusterConfig(silence_s=silence_s)
     workers = {name: Worker(name, config.secret) for name in WORKERS}
     router = Router(config, lambda asked: (None, next_worker(asked)))
 
@@ -138,6 +143,19 @@ async def test_workers_that_end_together_with_their_host_are_not_laid_to_the_req
         assert asked.finish_reason == "length"
         reasons = [failure.reason for failure in asked.failures]
         assert reasons == ["worker_lost", "worker_gone", "worker_gone"]
+
+
+async def test_workers_that_fall_silent_are_not_laid_to_the_request() -> None:
+    async with fleet(silence_s=1.0) as (generator, workers):
+        for worker in workers.values():
+            worker.freezes = True
+        workers["decode/c"].is_sound = True
+        asked = request(POISON)
+        # as if no other worker could go on: then a mere suspicion moves nothing
+        generator.plane._another_can_go_on = lambda _: False
+        await generator.run(asked, Reader())
+        assert asked.finish_reason == "length"
+        assert [one.reason for one in asked.failures] == ["worker_silent", "worker_silent"]
 
 
 def test_a_worker_that_ends_later_in_the_answer_begins_the_count_again() -> None:

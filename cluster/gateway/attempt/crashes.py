@@ -6,6 +6,7 @@ for a while the same request is refused whenever it comes. Each gateway knows th
 
 Workers also end together, with their host. So a worker that had ended before the request came to it
 (`worker_gone`) does not count: after a first loss each worker is asked to answer before it begins.
+Nor does one that is given up as it is silent (`worker_silent`): its host may be slow, or cut off.
 """
 
 from __future__ import annotations

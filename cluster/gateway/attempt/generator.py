@@ -46,8 +46,9 @@ Result = TypeVar("Result")
 
 #: Failures of the request itself: another attempt would fail the same way.
 FAULTS_OF_REQUEST = {"context_length_exceeded"}
-#: The worker's connection ended under the attempt, or had ended before the attempt came.
-LOST_REASONS = {"worker_lost", "worker_gone"}
+#: The worker's connection ended under the attempt, or had ended before the attempt came, or was
+#: given up as nothing came over it.
+LOST_REASONS = {"worker_lost", "worker_gone", "worker_silent"}
 #: The worker is sound and wants the request to go on elsewhere, or is only suspected to be frozen,
 #: or knows a newer router than the one that placed the attempt. The request goes on at once, and
 #: the attempt does not count as failed.
@@ -129,7 +130,8 @@ class RetryState:
         self.failed_attempts += 1
         backoff_s: float = BACKOFF_S * 2 ** (self.failed_attempts - 1)
         if end_reason == EndReason.LOST:
-            if failure.reason == "worker_lost":  # else it had ended before the request came
+            # Else it had ended before the request came, or is silent: frozen, slow or cut off.
+            if failure.reason == "worker_lost":
                 self.crashes.record(new_tokens)
             self.lost_workers.append(failure.worker)
             return 0.0 if self.failed_attempts == 1 else backoff_s

@@ -2,8 +2,9 @@
 
 Life of a worker's connection: the router's directory names the worker, and it is dialled, again and
 again while the directory names it. Frames for a worker that is being dialled wait for it. When the
-connection ends, every attempt on that worker gets `AttemptFailed` with the reason `worker_lost`, or
-`worker_gone` if the worker had ended before the attempt came.
+connection ends, every attempt on that worker gets `AttemptFailed` with the reason `worker_lost`;
+`worker_gone` if the worker had ended before the attempt came; or `worker_silent` if it is given up as
+nothing came from it for long.
 A worker that is silent may be frozen: its attempts fail with `silent` if another worker can go on.
 """
 
@@ -468,9 +469,12 @@ class Plane:
         connection = self._workers.pop(worker, None)
         unsent = {frame.attempt_key for frame in self._unsent.pop(worker, [])}
         unconfirmed = {key for key, asked in self._unconfirmed.values() if asked == worker}
+        reason = "worker_lost"
         if connection:
             connection.abort()
-        self._fail_attempts(worker, "worker_lost", gone_for=unsent | unconfirmed)
+            if connection.ended_by_silence:
+                reason = "worker_silent"
+        self._fail_attempts(worker, reason, gone_for=unsent | unconfirmed)
 
     def _suspect(self, worker: str) -> None:
         """Fails the attempts of a worker that may be frozen, if another can go on with them."""

@@ -233,7 +233,9 @@ class LLM:
         request_id = self._next_id("cmpl")
         sampling = prompts[0].sampling(text, request_id, len(prompt.token_ids), self._files.limits)
         request = self._request(request_id, prompt.token_ids, sampling)
-        shape = CompletionShape(body, [request], text, self.model, request_id)
+        shape = CompletionShape(
+            body, [request], tokenizer=text, model=self.model, call_id=request_id
+        )
         return _Call(position, request, shape, AnswerTexts(request, text, shape.output))
 
     def _check_model(self, name: str) -> None:

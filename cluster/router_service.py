@@ -18,7 +18,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from ..protos import frames
-from ..router import Router, RouterConfig, SloClass, TenantTargets, events, garbage
+from ..router import Router, RouterConfig, SloClass, TenantSlo, events, garbage
 from ..router.config import CLASSES
 from ..router.decisions import Decision
 from .config import ClusterConfig
@@ -336,7 +336,7 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         for name, settings in router.classes.items()
     }
     tenants = {
-        name: TenantTargets(ttft=targets.ttft or "", itl_s=(targets.itl_ms or 0.0) / 1e3)
+        name: TenantSlo(ttft=targets.ttft or "", itl_s=(targets.itl_ms or 0.0) / 1e3)
         for name, targets in slo.tenants.items()
     }
     return RouterConfig(

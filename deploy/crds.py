@@ -100,7 +100,7 @@ def _strict(schema: Schema, is_object_top: bool = False) -> Schema:
     return strict
 
 
-class _Child(NamedTuple):
+class _Part(NamedTuple):
     """A value inside of another one, where its path goes on, and the schema that it has."""
 
     path: str
@@ -108,7 +108,7 @@ class _Child(NamedTuple):
     schema: Schema
 
 
-def _children(value: Any, schema: Schema) -> Iterator[_Child]:
+def _children(value: Any, schema: Schema) -> Iterator[_Part]:
     """Yields the values inside of `value` for which `schema` has a schema."""
     if isinstance(value, dict):
         properties = schema.get("properties", {})
@@ -116,10 +116,10 @@ def _children(value: Any, schema: Schema) -> Iterator[_Child]:
         for key, child in value.items():
             child_schema = properties.get(key, of_other_keys)
             if isinstance(child_schema, dict):
-                yield _Child(f".{key}", child, child_schema)
+                yield _Part(f".{key}", child, child_schema)
     elif isinstance(value, list) and isinstance(schema.get("items"), dict):
         for index, child in enumerate(value):
-            yield _Child(f"[{index}]", child, schema["items"])
+            yield _Part(f"[{index}]", child, schema["items"])
 
 
 def _apply_defaults(value: Any, schema: Schema) -> None:

@@ -73,7 +73,7 @@ class PoolSizes(ValuesSection):
     decode: PoolSize
 
 
-class Gateway(ValuesSection):
+class GatewayValues(ValuesSection):
     replicas: Annotated[int, Field(ge=1)]
     listen: Literal["serve", "gateway"]  #: Who listens: Serve's proxies, or each gateway itself.
     keysSecret: str = ""  #: The Secret with clients' keys; empty: no client needs one.
@@ -149,7 +149,7 @@ class Chart(ValuesSection):
     #: As in cluster.yaml, without what `DECIDED_ELSEWHERE` names.
     config: ClusterConfig
     pools: PoolSizes
-    gateway: Gateway
+    gateway: GatewayValues
     model: Model
     head: Head
     groups: Annotated[list[Group], Field(min_length=1)]

@@ -4,7 +4,7 @@ from . import native
 
 native.prefer_compiled("router", __path__)
 
-from .config import RouterConfig, SloClass, TenantTargets  # noqa: E402
+from .config import RouterConfig, SloClass, TenantSlo  # noqa: E402
 from .core import Router  # noqa: E402
 
-__all__ = ["Router", "RouterConfig", "SloClass", "TenantTargets"]
+__all__ = ["Router", "RouterConfig", "SloClass", "TenantSlo"]

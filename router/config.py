@@ -28,7 +28,7 @@ class SloClass:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantTargets:
+class TenantSlo:
     """The targets of one tenant's requests, where their class has none."""
 
     ttft: str = ""  #: to the first token; "": the configured target
@@ -76,7 +76,7 @@ class RouterConfig:
     pace_first_token: bool = True
     #: target to the first token, as in `max(1s, 3x)` (`protos/targets.py`); "": `ttft_s`
     ttft: str = ""
-    tenants: Mapping[str, TenantTargets] = field(default_factory=dict)  #: by the tenant's name
+    tenants: Mapping[str, TenantSlo] = field(default_factory=dict)  #: by the tenant's name
 
     def __post_init__(self) -> None:
         assert self.disaggregate in ("always", "auto", "never"), self.disaggregate

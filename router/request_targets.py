@@ -1,6 +1,6 @@
 """Which targets each request has: its own, its class's, its tenant's, or the configured ones.
 
-    headers of the request  >  its class (`SloClass`)  >  its tenant (`TenantTargets`)  >  the default
+    headers of the request  >  its class (`SloClass`)  >  its tenant (`TenantSlo`)  >  the default
 
 A class says more of a request than a tenant: it is chosen for each request. The TTFT target (until
 the first token) is an expression of `protos/targets.py`. What it comes to is computed once, when

@@ -224,7 +224,9 @@ class Search:
             for possible in coming:
                 rate = possible.next_rate
                 if rate not in checks and possible.is_open(tolerance, minimum):
-                    checks[rate] = self.submit_check(split, rate, share, seeds, first_seed)
+                    checks[rate] = self.submit_check(
+                        split, rate, share, seeds=seeds, first_seed=first_seed
+                    )
             verdict = checks[bracket.next_rate].result()
             bracket = bracket.narrowed(verdict.held)
         _cancel(checks.values())

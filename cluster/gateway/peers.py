@@ -170,7 +170,13 @@ class GatewayPeers:
         """
         return await self._ask(
             response_id,
-            lambda call_id: frames.FindResponse(call_id, tenant, response_id, with_turns, delete),
+            lambda call_id: frames.FindResponse(
+                call_id,
+                tenant=tenant,
+                response_id=response_id,
+                with_turns=with_turns,
+                delete=delete,
+            ),
             lambda reply: reply.response is not None,
             frames.ResponseFound,
         )
@@ -184,7 +190,9 @@ class GatewayPeers:
         """
         return await self._ask(
             request_id,
-            lambda call_id: frames.TakeAnswer(call_id, model, tenant, request_id, digest),
+            lambda call_id: frames.TakeAnswer(
+                call_id, model=model, tenant=tenant, request_id=request_id, digest=digest
+            ),
             lambda reply: bool(reply.journals),
             frames.AnswerTaken,
         )

@@ -69,7 +69,7 @@ class GatewayService:
         self.tracer = tracer_of(config.observability, "gateway", name)
         #: What each model is made with.
         self.facilities = GatewayFacilities(
-            self.door, self.capacity, self.memory, self.peers, self.tracer
+            self.door, self.capacity, memory=self.memory, peers=self.peers, tracer=self.tracer
         )
 
         self._refused_codes = Counter[int]()  #: Of requests that no model was found for.

@@ -168,7 +168,7 @@ def divert_stdout() -> TextIO:
     return answers
 
 
-class VllmEngine(BenchEngine):
+class PeerEngine(BenchEngine):
     """vLLM in this process, greedy, at its own default limits."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ def serve(options: dict[str, Any]) -> None:
     """Answer commands until stdin ends."""
     answers = divert_stdout()
     try:
-        engine = VllmEngine(options)
+        engine = PeerEngine(options)
     except ImportError as error:
         print(json.dumps({"error": f"{sys.executable} cannot import vLLM: {error}"}), file=answers)
         return

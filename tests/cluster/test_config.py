@@ -16,7 +16,7 @@ from diptych.engine.options import (
     SchedulerLimits,
     SchedulerSettings,
 )
-from diptych.router import SloClass, TenantTargets
+from diptych.router import SloClass, TenantSlo
 
 
 def test_defaults_are_one_prefill_and_one_decode_worker_always_disaggregated() -> None:
@@ -59,7 +59,7 @@ def test_targets_of_classes_and_tenants_reach_the_router() -> None:
     }
     made = router_config(load_config(None, given))
     assert made.ttft == "max(1s, 3x)" and made.ttft_target.needs_isolated
-    assert made.tenants == {"acme": TenantTargets("500ms", 0.03)}
+    assert made.tenants == {"acme": TenantSlo("500ms", 0.03)}
     assert made.classes["batch"] == SloClass(priority=1, ttft="60s", itl_s=1.0)
     assert made.classes["chat"].ttft == ""
 

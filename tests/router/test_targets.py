@@ -11,7 +11,7 @@ from diptych.protos.targets import (
     format_time,
     parse_time,
 )
-from diptych.router import RouterConfig, SloClass, TenantTargets
+from diptych.router import RouterConfig, SloClass, TenantSlo
 from diptych.router import events as e
 from diptych.simulator.metrics import Slo
 from hypothesis import given
@@ -167,7 +167,7 @@ CONFIGURED = {
     "ttft": "4s",
     "itl_s": 0.1,
     "classes": {"chat": SloClass(), "batch": SloClass(ttft="60s", itl_s=1.0)},
-    "tenants": {"acme": TenantTargets(ttft="500ms + 1s/1k"), "slow": TenantTargets(itl_s=0.5)},
+    "tenants": {"acme": TenantSlo(ttft="500ms + 1s/1k"), "slow": TenantSlo(itl_s=0.5)},
 }
 
 

@@ -70,8 +70,8 @@ def run_dynamo(python: Path, model: Path) -> Iterator[DynamoProcesses]:
             *("--router-mode", "kv", "--kv-cache-block-size", str(BLOCK_TOKENS)),
             *("--tokenizer", "fastokens"),  # the fastest that it has
         ]
-        workers = _start(stack, python, "dynamo.mocker", worker_options, folder)
-        frontend = _start(stack, python, "dynamo.frontend", frontend_options, folder)
+        workers = _start(stack, python, "dynamo.mocker", worker_options, folder=folder)
+        frontend = _start(stack, python, "dynamo.frontend", frontend_options, folder=folder)
         processes = DynamoProcesses(frontend, workers, port)
         _wait_until_ready(processes, folder)
         yield processes

@@ -75,8 +75,8 @@ class MeasuredServer:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTimes:
-    """One request's times in seconds, from the moment at which its first byte was sent."""
+class ClientTimes:
+    """What a client saw of one request: times in seconds, from the moment at which its first byte was sent."""
 
     first_event_s: float
     last_byte_s: float
@@ -153,11 +153,11 @@ def measure_requests(
     }
 
 
-async def _send_all(port: int, requests: list[bytes], clients: int) -> list[RequestTimes]:
+async def _send_all(port: int, requests: list[bytes], clients: int) -> list[ClientTimes]:
     """Send all requests over `clients` connections, and return the times of each."""
     remaining = iter(requests)
 
-    async def send_some() -> list[RequestTimes]:
+    async def send_some() -> list[ClientTimes]:
         reader, writer = await asyncio.open_connection(HOST, port, limit=BUFFER_BYTES)
         try:
             connection = writer.get_extra_info("socket")
@@ -177,7 +177,7 @@ async def _send(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     connection: socket.socket,
-) -> RequestTimes:
+) -> ClientTimes:
     """Send one request and read its answer. Raises BenchError if the status is not 200."""
     async with asyncio.timeout(REQUEST_LIMIT_S):
         began_at = time.perf_counter()
@@ -193,4 +193,4 @@ async def _send(
         await reader.readuntil(END_OF_EVENT)
         first_event_s = time.perf_counter() - began_at
         await reader.readuntil(END_OF_BODY)
-        return RequestTimes(first_event_s, time.perf_counter() - began_at)
+        return ClientTimes(first_event_s, time.perf_counter() - began_at)

@@ -158,7 +158,9 @@ class Api:
             (await model.prepare(prompt, prompt_id, terms))[0]
             for prompt, prompt_id in zip(prompts, request_ids, strict=True)
         ]
-        shape = CompletionShape(body, requests, model.text, model.name, request_id)
+        shape = CompletionShape(
+            body, requests, tokenizer=model.text, model=model.name, call_id=request_id
+        )
         call = ApiCall(
             requests,
             shape,

@@ -222,7 +222,9 @@ class Request(RequestInput):
         wire_id: str = "",
         answers: list[Answer] | None = None,
     ) -> None:
-        super().__init__(id, prompt_ids, hashes, sampling, salt, cache_partition)
+        super().__init__(
+            id, prompt_ids, hashes, sampling, salt=salt, cache_partition=cache_partition
+        )
         self.terms = terms or Terms()
         #: The request's id on the wire. It is unique, as clients use their ids again.
         self.wire_id = wire_id or f"{id}~{secrets.token_hex(4)}"

@@ -15,7 +15,7 @@ outputs. A `Sequence` is what the engine computes for one answer; the sequences 
 its `AttemptKey` and the blocks of its prompt, and `release` ends them all.
 
 *Tiers* are host memory and disk below the pool. *Demotion* is their copying of cached blocks before
-these are evicted.
+these are evicted. The *content* of a block is named by a hash of all tokens up to the block's end.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class OfferMessage(TicketMessage, frozen=True, tag="O"):
     generation: int  #: Distinguishes this reservation from others under the same ticket id.
     first_tile: int  #: The receiver has the KV of those before it.
     tiles: list[int]  #: Tiles of the receiver's pool.
-    #: Content hashes of the ticket's blocks, in units of 64 tokens, if the receiver asks for a
-    #: prefix that the sender may hold; else empty.
+    #: A content hash for each full 64 tokens of the ticket, whatever the block sizes, if the receiver
+    #: asks for a prefix that the sender may hold; else empty.
     hashes: list[bytes] = []
 
 

@@ -392,8 +392,9 @@ class TicketSender:
     def handle(self, event: SenderEvent, now: float) -> list[SenderAction]:
         """Takes an event in; returns what the caller must carry out, in this order.
 
-        `now` is in seconds, of a clock that never goes back. An event of a ticket that has ended
-        changes nothing. There is no `WriteEnded` of one: a ticket lives until its writes have ended.
+        `now` is in seconds, of a clock that never goes back. Of a ticket that has ended, pushes,
+        offers and cancellations change nothing, and queries and stops are still answered. There is no
+        `WriteEnded` of one: a ticket lives until its writes have ended.
         """
         match event:
             case ExpectTileOffer(ticket_id, peer):

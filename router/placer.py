@@ -161,13 +161,16 @@ class Placer:
         return place.local_prefill or self.local_only
 
     def takes_prompts(self, worker: WorkerState) -> bool:
-        """Whether prompts are computed on this worker now."""
+        """Whether prompts regularly go to this worker now.
+
+        A decode worker may compute some even if not (`better_local`, `local_in_time`).
+        """
         return worker.can_decode if self.local_only else worker.can_prefill
 
     @property
     def capacity(self) -> int:
-        """The number of workers that compute prompts: so many seconds of prefill are served in a
-        second.
+        """The number of workers that prompts regularly go to: so many seconds of prefill are served in
+        a second. Decode workers count where there is no prefill worker, not where they help out.
         """
         if self.local_only:
             return len(self.fleet.decode_workers)
@@ -204,8 +207,9 @@ class Placer:
     def blocks_needed(self, request: QueuedRequest) -> int:
         """Return the blocks to reserve: for the prompt and the growth allowance.
 
-        Each further answer takes as many, less the prompt's full blocks. In all it is at most what the
-        largest pool has, so that some worker can take the request (as `engine.scheduler` reserves).
+        Each further answer takes as many, less the prompt's full blocks, but they are reserved for
+        only as far as the largest pool has room, so that some worker can take the request (as
+        `engine.scheduler` reserves).
         """
         place = request.place
         block_tokens = self.fleet.block_tokens
@@ -220,8 +224,8 @@ class Placer:
 
     # ---- what is cached --------------------------------------------------------------------------
 
-    def look(self, request: QueuedRequest, exact: bool = False) -> None:
-        """Look up who holds how much of the prompt, and whether that can be moved from there.
+    def find_prefix(self, request: QueuedRequest, exact: bool = False) -> None:
+        """Find out who holds how much of the prompt, and whether that can be moved from there.
 
         `exact` reads every hash; otherwise the index bisects.
         """
@@ -251,12 +255,12 @@ class Placer:
         slots = list(bits(holders))
         return self.fleet.by_slot[slots[request.tie_hash % count]]
 
-    def look_again(self, request: QueuedRequest) -> None:
+    def find_prefix_again(self, request: QueuedRequest) -> None:
         """Look up the prompt again, if the longest match is another one by now."""
         same_members = self.fleet.membership_version == request.looked_at_version
         if same_members and self.index.stands(request.hits, request.sampled_hashes):
             return
-        self.look(request)
+        self.find_prefix(request)
 
     # ---- prefill worker and decode worker --------------------------------------------------------
 
@@ -285,9 +289,9 @@ class Placer:
     ) -> list[DecodeCandidate]:
         """Return the decode workers that have room, with what the request would cost there.
 
-        These are the shortlist's; all workers are compared if none of those has room. A worker
-        that cannot be the cheapest may be left out. `gentle` leaves out the workers where the
-        request would break somebody's ITL target. Empty: nobody has room.
+        These are the shortlist's; all workers are compared if none of those is left. A worker that
+        cannot be the cheapest may be left out. `gentle` leaves out the workers where the request
+        would break somebody's ITL target. Empty: nobody has room, or so that no target breaks.
         """
         listed = self.shortlist.decode_workers(request.hits)
         if request.excludes_workers:

@@ -1,4 +1,4 @@
-"""The router's events on disk, and a day of them through another policy.
+"""The router's events on disk, and a log of them through another policy.
 
 A log is JSON lines: a head with configuration and term, then what happened to the router, with the
 time by its clock. Where another router has gone on with the log, its head stands in the middle.
@@ -193,7 +193,7 @@ def _replay_event(router: Router, event: RouterEvent, at: float, choices: Choice
         # A wake that does not move on would be replayed for ever.
         wake = next_wake if next_wake is None or next_wake > wake else None
     if isinstance(event, WorkerReported) and event.worker in router.workers:
-        # the log may begin anywhere
+        # The log may begin anywhere: no report is missing before its first one.
         router.workers[event.worker].last_report = event.report.seq - 1
     _note_choices(router, router.handle(event, at), choices)
 

@@ -221,8 +221,8 @@ class KedaPlanner:
     down_after_up_s: float = 180.0
     #: (time, score), oldest first.
     scores: deque[tuple[float, float]] = field(default_factory=deque)
-    #: When the score last asked for growth, and for shrinking, in seconds on the clock of `handle`;
-    #: the delays run from then, whether or not a count could change.
+    #: When growth, and shrinking, was last granted: the score asked for it and no delay forbade it,
+    #: whether or not a count could change. In seconds on the clock of `handle`.
     last_up_at: float = -inf
     last_down_at: float = -inf
 

@@ -58,7 +58,7 @@ def _describe(decision: dict[str, Any]) -> str:
 
 
 def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
-    """Yield which attempt went where, by which policy, and which queued requests waited on for it.
+    """Yield which attempt went where, by which policy, and which more urgent ones had to wait for it.
 
     A decision without workers, as when the request is refused, has its reason in `note`.
     `hit_tokens` are those that the worker which computes the prompt has in its cache, or gets from
@@ -108,7 +108,7 @@ def _ttft_target(decision: dict[str, Any]) -> str:
 def _option_lines(decision: dict[str, Any]) -> Iterator[str]:
     """Yield the workers that were compared, the best first, which was chosen and gets a star.
 
-    A low score is better; what it counts differs among policies. Terms are in seconds.
+    A low score is better; what it counts differs among policies. Its terms are shown in ms.
     """
     for stage in ("prefill", "decode"):
         for rank, (worker, score, terms) in enumerate(decision[f"{stage}_options"]):

@@ -155,7 +155,8 @@ class ClusterOperations:
     ) -> dict[str, Any]:
         """Give workers no new requests (`Operations.drain`). Raises ApiError.
 
-        `hand_over` moves what they are answering to other workers; without it they finish it.
+        `hand_over` moves what they are answering to other workers; without it they finish it. `force`
+        drains them even where a role is left without a worker.
         """
         operations, name = await self._owner(name)
         return await operations.drain(name, force=force, hand_over=hand_over, dry_run=dry_run)
@@ -175,11 +176,11 @@ class ClusterOperations:
 
         `name` may begin with a model's name and a slash. Raises ApiError.
         """
-        if len(self.models) == 1:
-            return self.find("").operations, name
         for model in self.models.values():
             if name.startswith(f"{model.name}/"):
                 return model.operations, name.removeprefix(f"{model.name}/")
+        if len(self.models) == 1:
+            return self.find("").operations, name
         if name in ROLES:
             pools = ", ".join(f"{model}/{name}" for model in self.models)
             raise ApiError("invalid_request", f"{name} of which model? There are {pools}")

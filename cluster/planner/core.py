@@ -281,7 +281,7 @@ class PoolCandidate(NamedTuple):
 
 @dataclass(slots=True)
 class Planner:
-    """Plans for one cluster.
+    """Plans for the pools of one model.
 
     `handle` is called every few seconds. It returns no action or one: a flip if a flip helps, else
     a change of one pool's count. An action that is returned counts as done: the dwell times begin,

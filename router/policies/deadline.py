@@ -122,7 +122,7 @@ class DeadlinePolicy:
         the requests of a tenant off that has asked for more than its share of all the workers.
         """
         placer = self.placer
-        placer.look(request)
+        placer.find_prefix(request)
         if placer.missing_roles(request):
             self._queue_unchosen(request, now)
             return None
@@ -189,7 +189,7 @@ class DeadlinePolicy:
         decided: list[Placement | Rejection] = []
         self._urgent_rate.waits(now, is_waiting=bool(self.queue.urgent))
         self._overdue_rate.waits(now, is_waiting=bool(self.queue.overdue))
-        self._give_up_overdue(now, decided)
+        self._retire_late(now, decided)
         self._push_choosing(now, decided)
         self._push_local_requests(now, decided)
         self._pull_for_credited(now, decided)
@@ -244,8 +244,11 @@ class DeadlinePolicy:
 
     # ---- the steps of `place_queued` -------------------------------------------------------------
 
-    def _give_up_overdue(self, now: float, decided: list[Placement | Rejection]) -> None:
-        """Give up the most urgent requests that nobody could serve in time any more."""
+    def _retire_late(self, now: float, decided: list[Placement | Rejection]) -> None:
+        """Move the urgent requests that nobody could serve in time any more to the overdue ones.
+
+        Those whose class prefers that are refused instead.
+        """
         while self.queue.urgent:
             _, request = self.queue.urgent[0]
             lateness_s = now + request.fastest_prefill_s - request.deadline
@@ -368,7 +371,7 @@ class DeadlinePolicy:
         placer = self.placer
         if placer.missing_roles(request):
             return Outcome.NOTHING
-        placer.look_again(request)  # it may have waited since it was queued unchosen
+        placer.find_prefix_again(request)  # it may have waited since it was queued unchosen
         request.choose_again_at = now + CHOOSE_S
         if request.local:
             return self._push_local(request, now, decided)
@@ -433,8 +436,9 @@ class DeadlinePolicy:
         """Return what the first token would cost on each of these workers.
 
         The request may go before all prompts of a worker, if none of them becomes late by that. No
-        worker gets more than `HALTED_MAX` prompts by this, as each may halt the one before it. A
-        fetch, which may fail, costs more here than it is predicted to take.
+        worker gets more than `HALTED_MAX` prompts by this, as each may halt the one before it. Where a
+        part of the prefix would be fetched from another worker, which may fail, the cost is higher
+        than what is predicted (`PrefillPlan.compared_s`).
         """
         put_off_factor = PUT_OFF_FACTOR * self.placer.residuals.upper
         candidates = []
@@ -522,7 +526,7 @@ class DeadlinePolicy:
         request = choice.request
         if request is None:
             return Outcome.NOTHING
-        self.placer.look_again(request)
+        self.placer.find_prefix_again(request)
         if request.local:
             deadline = self._deadline(request, now)
             placement = self.placer.place_local(request, worker, deadline, now)

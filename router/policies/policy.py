@@ -141,7 +141,7 @@ class EarlyPolicy:
                 continue
             # finds what each worker has cached of the prompt, and reads every hash for it, where
             # the default would bisect
-            self.placer.look(request, exact=True)
+            self.placer.find_prefix(request, exact=True)
             outcome = self._decide(request, now)
             if outcome is None:
                 break

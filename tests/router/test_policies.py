@@ -160,7 +160,7 @@ class OneAtATime:
         self.placer = placer
 
     def arrive(self, request: QueuedRequest, now: float) -> Placement | None:
-        self.placer.look(request)
+        self.placer.find_prefix(request)
         self.placer.queue.enter(request, now, self.placer.capacity)
         return None
 

@@ -31,7 +31,7 @@ END_OF_EVENT = b"\n\n"
 END_OF_BODY = b"0\r\n\r\n"  #: The last chunk of a chunked body, which is empty.
 REQUEST_LIMIT_S = 60.0  #: From a request until its last byte.
 ERROR_CHARACTERS_LIMIT = 300
-#: More characters than an answer of the bench has: the client's buffer never holds up a server.
+#: More bytes than an answer of the bench has: the client's buffer never holds up a server.
 BUFFER_BYTES = 1 << 20
 
 

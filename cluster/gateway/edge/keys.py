@@ -42,7 +42,7 @@ SECRET_BYTES = 24  #: The 192 random bits of a key's secret.
 KEY_CHARS_MAX = 200  #: A longer text is never a key, and is not even split.
 #: Of keys that are in no file: the configuration gives their hashes.
 GIVEN_KEY_TENANT = "default"
-#: Compared in place of the hash of an unknown id, so that it takes as long as for a known one.
+#: Compared in place of the hash of an unknown id, so that comparing takes as long as for a known one.
 UNKNOWN_KEY_SHA256 = "0" * 64
 #: Plain enough to stand in headers and metrics.
 KeyWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -84,8 +84,8 @@ class Keyring(BaseModel):
     def find(self, key_text: str) -> ApiKey | None:
         """Return the key whose text this is, or None.
 
-        Of texts of one length it takes the same time for every wrong one, whether there is a key of
-        its id or not.
+        A wrong text of a known id, which is public, is hashed and compared just as one of an unknown
+        id: the comparison tells nothing of the secret.
         """
         key_id = _id_of(key_text)
         key = next((key for key in self.keys if key.id == key_id), None)

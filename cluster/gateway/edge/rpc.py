@@ -1,4 +1,4 @@
-"""The gRPC face: `diptych.v1.Inference` and gRPC's health service over a `Gateway`.
+"""The gRPC face: `diptych.v1.Inference` and gRPC's health service over a `GatewayService`.
 
 The gateway listens itself (`listen`): on its own address, with TLS. Or Serve's gRPC proxies call
 the same methods (`gateway.listen: serve`). These send no trailing metadata with an exception, so
@@ -89,7 +89,7 @@ class ReplyQueue(Generic[Reply]):
 
     @property
     def held_bytes(self) -> int:
-        """About how many bytes wait: all replies count as large as the newest, as Python has it."""
+        """About how many bytes wait: each reply counts as the newest one, and what Python adds."""
         if not self._replies:
             return 0
         return len(self._replies) * (FRAME_BYTES + self._replies[-1].ByteSize())
@@ -214,7 +214,7 @@ def _streaming_method(
                 call = await prepare(served, request, request_id, terms)
                 texts = AnswerTexts(call.request, served.text, call.output)
                 queue = ReplyQueue(call, texts)
-                # The model's shelf has the answers generated, and keeps those that may be resumed.
+                # The model's shelf starts the generation; of other APIs it keeps what may be resumed.
                 answers = served.shelf.push_answers(call.request, TextSink(texts, queue))
                 answering = asyncio.ensure_future(answers)
                 answering.add_done_callback(queue.end)

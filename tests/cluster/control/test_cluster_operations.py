@@ -95,6 +95,12 @@ def test_an_only_model_needs_no_name() -> None:
     assert model.steered == [("decode/a", ""), ("decode/b", "")]
 
 
+def test_an_only_model_may_be_named_all_the_same() -> None:
+    model = Model("demo", replicas="ab")
+    asyncio.run(cluster(model).flip("demo/decode/a", "prefill", dry_run=False))
+    assert model.steered == [("decode/a", "prefill")]
+
+
 @pytest.mark.parametrize("name", ["decode/d", "tiny/decode/d"])
 def test_a_worker_s_id_says_whose_it_is(name: str) -> None:
     qwen, tiny, operations = two()

@@ -237,8 +237,10 @@ class AnswerReader:
             self._stray_text += text
 
     def end_call(self, *, is_cut: bool = False) -> None:
-        """End the call under way; `is_cut` if the answer ended inside of it.
+        """End the call under way.
 
+        `is_cut` if it lacks its end: the answer broke off inside of it, or no arguments came where
+        they had to begin. A mere end marker may be missing where the model itself ended the answer.
         Stray text becomes content behind the call. The call's flaw is noted, if it has one.
         """
         stray_text = self._stray_text.strip()

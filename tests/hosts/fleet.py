@@ -1,0 +1,197 @@
+"""A cluster whose Ray nodes are hosts of `host.py`: a head, and hosts with workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diptych.cluster.launch.ray_cluster import ENVIRONMENT
+
+from tests.support.live import eventually
+from tests.support.ray_token import token_environment
+
+from .host import Host, Machines, machines
+
+BIN = Path(sys.executable).parent
+HEAD = "head"
+GCS_PORT = 6379
+HTTP_PORT = 8000
+ADMIN_PORT = 8001
+START_S = 180.0
+STOP_S = 30.0
+#: A place for sockets and tokens that all hosts see; paths of Ray's sockets must be short.
+SHARED = Path("/run")
+
+
+@dataclass
+class Fleet:
+    """A running cluster on some hosts."""
+
+    machines: Machines
+    environment: dict[str, str]
+    folder: Path
+    nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def head(self) -> Host:
+        return self.machines.hosts[HEAD]
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.head.address}:{HTTP_PORT}"
+
+    def diptych(self, *words: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        """Runs a command of the CLI on the head."""
+        admin = f"DIPTYCH_ADMIN=http://127.0.0.1:{ADMIN_PORT}"
+        endpoint = f"DIPTYCH_ENDPOINT=http://127.0.0.1:{HTTP_PORT}"
+        command = ("env", admin, endpoint, str(BIN / "diptych"), *words)
+        return self.head.run(*command, timeout_s=timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        """Returns the cluster's status; empty while Control does not answer."""
+        done = self.diptych("status", "-o", "json")
+        found: dict[str, Any] = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+        return found
+
+    def hosts_of_workers(self) -> dict[str, str]:
+        """Returns the host of each worker that is there, by the worker's id."""
+        addresses = {host.address: name for name, host in self.machines.hosts.items()}
+        workers = self.status().get("workers", [])
+        return {
+            worker["id"]: addresses.get(worker["address"].rpartition(":")[0], "?")
+            for worker in workers
+        }
+
+    def is_whole(self) -> bool:
+        """Whether all replicas are ready, and nothing is wrong."""
+        status = self.status()
+        if status.get("state") != "healthy":
+            return False
+        return all(pool["ready"] == pool["target"] for pool in status["pools"].values())
+
+    def is_idle(self) -> bool:
+        """Whether no block and no job is held."""
+        workers = self.status().get("workers", [])
+        blocks = [worker["engine"]["kv_blocks"] for worker in workers]
+        return (
+            bool(workers)
+            and all(one["free"] + one["cached"] == one["total"] for one in blocks)
+            and not any(worker["jobs"] for worker in workers)
+        )
+
+    def join(self, name: str, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+        """Starts a Ray node on a host, and waits until it runs."""
+        host = self.machines.hosts[name]
+        log = self.folder / f"{name}.log"
+        command = [str(BIN / "ray"), "start", "--block", "--node-ip-address", host.address]
+        command += ["--object-store-memory", "104857600", "--disable-usage-stats", *flags]
+        with log.open("w") as output:
+            node = host.start(command, output, environment or self.environment)
+        self.nodes[name] = node
+        eventually(lambda: "Ray runtime started" in log.read_text(), 90.0)
+
+    def end(self, name: str) -> None:
+        """Stops a Ray node as its service manager would."""
+        node = self.nodes.pop(name)
+        os.killpg(node.pid, signal.SIGTERM)
+        try:
+            node.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(node.pid, signal.SIGKILL)
+
+
+@contextmanager
+def fleet(hosts: tuple[str, ...], *arguments: str, spares: tuple[str, ...] = ()) -> Iterator[Fleet]:
+    """Serves on a head and on `hosts`; `spares` are hosts that run nothing yet."""
+    with ExitStack() as stack:
+        made = stack.enter_context(machines(HEAD, *hosts, *spares))
+        folder = Path(tempfile.mkdtemp(prefix="dip", dir=SHARED))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        environment = {**token_environment(folder), **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+        running = Fleet(made, environment, folder)
+        running.join(
+            HEAD,
+            *("--head", "--port", str(GCS_PORT), "--include-dashboard", "false"),
+            *("--num-cpus", "0"),
+        )
+        for name in hosts:
+            running.join(name, "--address", f"{running.head.address}:{GCS_PORT}", "--num-cpus", "4")
+        stack.enter_context(_serving(running, *arguments))
+        yield running
+
+
+@contextmanager
+def _serving(running: Fleet, *arguments: str) -> Iterator[None]:
+    log = running.folder / "serve.log"
+    command = [str(BIN / "diptych"), "serve"]
+    command += ["--ray-address", f"{running.head.address}:{GCS_PORT}"]
+    command += ["--set", "gateway.host=0.0.0.0", *arguments]
+    with log.open("w") as output:
+        serve = running.head.start(command, output, running.environment)
+
+    def is_ready() -> bool:
+        assert serve.poll() is None, f"serve ended: {log.read_text()}"
+        return "] ready" in log.read_text()
+
+    try:
+        eventually(is_ready, START_S)
+        eventually(running.is_whole, 60.0, every=1.0)
+        yield
+    finally:
+        os.killpg(serve.pid, signal.SIGINT)
+        try:
+            serve.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(serve.pid, signal.SIGKILL)
+
+
+def raw_tcp_gib_s(sender: Host, receiver: Host, mib: int = 256) -> float:
+    """Returns how fast a plain TCP connection carries zeros from one host to another, in GiB/s."""
+    listen = (
+        "import socket,sys,time\n"
+        "s=socket.create_server(('0.0.0.0',5999))\nprint('ready',flush=True)\n"
+        "c,_=s.accept()\nn=0\nbegan=time.perf_counter()\n"
+        "while True:\n d=c.recv(1<<20)\n"
+        " if not d: break\n n+=len(d)\n"
+        "print(n/(time.perf_counter()-began)/2**30)\n"
+    )
+    send = (
+        f"import socket\nc=socket.create_connection(('{receiver.address}',5999))\n"
+        f"d=bytes(1<<20)\nfor _ in range({mib}): c.sendall(d)\nc.close()\n"
+    )
+    found: list[float] = []
+    ready = threading.Event()
+
+    def receive() -> None:
+        command = receiver.command([sys.executable, "-c", listen])
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            ready.set()
+            found.append(float(process.stdout.readline()))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert ready.wait(20.0)
+    sender.run(sys.executable, "-c", send, timeout_s=120.0)
+    thread.join(120.0)
+    return found[0]
+
+
+def seconds_until(check: Callable[[], Any], limit_s: float) -> float:
+    """Waits until `check` is true; returns how long that took."""
+    began_at = time.monotonic()
+    eventually(check, limit_s, every=0.5)
+    return time.monotonic() - began_at

@@ -291,7 +291,8 @@ class Placer:
 
         These are the shortlist's; all workers are compared if none of those is left. A worker that
         cannot be the cheapest may be left out. `gentle` leaves out the workers where the request
-        would break somebody's ITL target. Empty: nobody has room, or so that no target breaks.
+        would break somebody's ITL target. Empty: nobody has room, or with `gentle` nobody where no
+        target would break.
         """
         listed = self.shortlist.decode_workers(request.hits)
         if request.excludes_workers:

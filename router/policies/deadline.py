@@ -74,7 +74,7 @@ class Outcome(Enum):
 
 @dataclass(slots=True)
 class PullChoice:
-    """What a worker with credit takes, and which more urgent requests it leaves alone."""
+    """What a worker with credit takes, and which more urgent ones it looked at and leaves alone."""
 
     request: QueuedRequest | None
     passed_over: list[PassedOver]
@@ -588,7 +588,8 @@ class DeadlinePolicy:
                 prefill_s = paced_prefill_s(worker, prefill_s, request.itl_s)
             reason = self._reason_to_pass(request, worker, prefill_s, now)
             if reason is not None:
-                choice.passed_over.append(_passed_over(request, reason, now))
+                if urgent is None:  # else it is less urgent than what may be taken
+                    choice.passed_over.append(_passed_over(request, reason, now))
                 continue
             if urgent is None:
                 urgent = request

@@ -13,10 +13,7 @@ from typing import Any
 
 from .errors import WeightsError
 from .sizing import ITEM_BYTES
-from .spec import end_ids, read_json
-
-#: Keys under which a multimodal checkpoint keeps the configuration of its language model.
-TEXT_KEYS = ("text_config", "llm_config", "language_config")
+from .spec import end_ids, read_json, text_config
 
 #: What published checkpoints leave out of config.json, by model type: transformers has them as
 #: defaults of the configuration's class.
@@ -51,12 +48,11 @@ class CheckpointFacts:
 def read_facts(folder: Path) -> CheckpointFacts:
     """Reads config.json and generation_config.json.
 
-    Raises WeightsError where a fact but the architecture is missing.
+    Raises WeightsError where a size is missing or no number. A missing architecture is `(none)`, and
+    missing end ids are an empty tuple.
     """
     checkpoint_config = read_json(folder / "config.json")
-    nested_configs = [checkpoint_config.get(key) for key in TEXT_KEYS]
-    text_configs = [nested for nested in nested_configs if isinstance(nested, dict)]
-    config = text_configs[0] if text_configs else checkpoint_config
+    config = text_config(checkpoint_config)
     config = LEFT_OUT.get(config.get("model_type", ""), {}) | config
     names = checkpoint_config.get("architectures") or ["(none)"]
     try:
@@ -69,6 +65,8 @@ def read_facts(folder: Path) -> CheckpointFacts:
         )
     except KeyError as error:
         raise WeightsError(f"config.json in {folder} has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise WeightsError(f"config.json in {folder} has a size that is none: {error}") from None
 
 
 def _layer_items(config: dict[str, Any]) -> int:

@@ -45,6 +45,8 @@ FIXED_VALUES: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", None),
     "mlp_bias": (False, None),
 }
+#: keys under which a multimodal checkpoint keeps the configuration of its language model
+TEXT_KEYS = ("text_config", "llm_config", "language_config")
 FINGERPRINT_BYTES = 65536  #: of either end of a weight file; all of it would take minutes to read
 
 
@@ -283,7 +285,19 @@ def _heads(config: dict[str, Any]) -> AttentionHeads:
 def end_ids(folder: Path) -> tuple[int, ...]:
     """Returns the ids that end an answer by the checkpoint's configuration, whatever its model."""
     config = read_json(folder / "config.json")
-    return _eos_ids(folder, {**config.get("text_config", {}), **config})
+    return _eos_ids(folder, {**text_config(config), **config})
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of a multimodal checkpoint's configuration that is its language model's.
+
+    It is the whole configuration of any other checkpoint.
+    """
+    for key in TEXT_KEYS:
+        if isinstance(config.get(key), dict):
+            nested: dict[str, Any] = config[key]
+            return nested
+    return config
 
 
 def _eos_ids(folder: Path, config: dict[str, Any]) -> tuple[int, ...]:

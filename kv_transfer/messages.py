@@ -1,8 +1,8 @@
 """What the two ends of a ticket say to each other, as notes of the transport.
 
-A *ticket* is one transfer: the KV of one attempt at a request. The receiver (a decode worker)
-offers tiles. The sender (a prefill worker) writes into them and sends a message with each chunk of
-data. Either end can end the ticket. A ticket id is `request#attempt`, between workers of several
+A *ticket* is one transfer: mostly the KV of one attempt at a request, from a prefill worker to a
+decode worker; else a cached prefix, between any two workers. The receiver offers tiles. The sender
+writes into them and sends a message with each chunk of data. Either end can end the ticket. A ticket id is `request#attempt`, between workers of several
 ranks with the two ranks behind it (`request#attempt/1>0`: from the sender's rank 1 to the
 receiver's rank 0). A message of a ticket that has ended changes nothing.
 
@@ -34,8 +34,8 @@ class OfferMessage(TicketMessage, frozen=True, tag="O"):
     generation: int  #: Distinguishes this reservation from others under the same ticket id.
     first_tile: int  #: The receiver has the KV of those before it.
     tiles: list[int]  #: Tiles of the receiver's pool.
-    #: A content hash for each full 64 tokens of the ticket, whatever the block sizes, if the receiver
-    #: asks for a prefix that the sender may hold; else empty.
+    #: The content hashes of the prefix's blocks, one a block, if the receiver asks for a prefix that
+    #: the sender may hold (one stand-in, if it asks for any bytes to measure the way); else empty.
     hashes: list[bytes] = []
 
 
@@ -87,7 +87,7 @@ class QueryMessage(TicketMessage, frozen=True, tag="Q"):
 
 
 class ProgressMessage(TicketMessage, frozen=True, tag="P"):
-    """Sender to receiver: the answer to `QueryMessage` while the ticket is open."""
+    """Sender to receiver: the answer to `QueryMessage` of a ticket that is known and has not ended."""
 
 
 class UnknownTicketMessage(TicketMessage, frozen=True, tag="U"):
@@ -104,7 +104,7 @@ class UnknownTicketMessage(TicketMessage, frozen=True, tag="U"):
 class GreetMessage(TicketMessage, frozen=True, tag="G"):
     """First note to a new peer: it sets the connection up before the first ticket needs it.
 
-    Its ticket id is empty, and the peer does nothing about it.
+    Its ticket id is empty, and no ticket changes by it.
     """
 
 

@@ -596,7 +596,8 @@ class TransferService:
         try:
             handle = self._transport.write(action.peer, spans, messages.encode(chunk))
         except PeerLost as error:
-            self._to_sender(WriteEnded(action.ticket_id, ok=False, reason=f"peer_lost: {error}"))
+            log.info("%s: a write was not posted: %s", action.ticket_id, error)
+            self._to_sender(WriteEnded(action.ticket_id, ok=False, reason="peer_lost"))
             return
         self.gauges.copy_s += time.perf_counter() - began
         self._writes[handle] = PostedWrite(action, spans.bytes)

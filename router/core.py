@@ -67,9 +67,9 @@ from .worker_state import DecodeReservation, WorkerState
 FOREIGN_KV_SHARE = 0.75
 FINISHED = ("stop", "length")  #: reasons of attempts that say how long answers are
 MIN_REJECT_RETRY_S = 1.0  #: no client is told to come back sooner
-#: After this share of the time that a request may wait for a worker it is old: from then on it may
-#: be placed although running answers then miss their ITL targets, and overdue requests, which can
-#: no longer meet their own TTFT targets, are placed in turn with the urgent ones
+#: After this share of `queue_ttl_s`, or of its TTFT target if that is longer, a request is old: from
+#: then on it may be placed although running answers then miss their ITL targets. If it is overdue,
+#: which is that it can no longer meet its own TTFT target, it then gets a turn beside the urgent ones
 #: (`QueuedRequest.is_old`).
 OLD_SHARE = 0.5
 

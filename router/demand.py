@@ -49,10 +49,12 @@ class DemandWindow:
     def __init__(self, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
         self._seconds: deque[DemandSecond] = deque()
-        self._began_at: float | None = None
+        self._began_at: float | None = None  #: When the first request came.
 
     def record_arrival(self, prompt_tokens: int, output_tokens: float, now: float) -> None:
         """Count a new request, with its expected answer."""
+        if self._began_at is None:
+            self._began_at = now
         second = self._second(now)
         second.requests += 1
         second.prompt_tokens += prompt_tokens
@@ -92,8 +94,6 @@ class DemandWindow:
     def _second(self, now: float) -> DemandSecond:
         """Return the row of this second, and forget those before the window."""
         seconds = self._seconds
-        if self._began_at is None:
-            self._began_at = now
         while seconds and seconds[0].began_at <= now - self.window_s:
             seconds.popleft()
         if not seconds or now - seconds[-1].began_at >= 1.0:

@@ -106,7 +106,7 @@ def _ttft_target(decision: dict[str, Any]) -> str:
 
 
 def _option_lines(decision: dict[str, Any]) -> Iterator[str]:
-    """Yield the workers that were compared, the best first, which was chosen and gets a star.
+    """Yield the workers that were compared: the chosen one first, with a star, then the others.
 
     A low score is better; what it counts differs among policies. Its terms are shown in ms.
     """
@@ -193,8 +193,8 @@ def replay(
 def _logged_events(log: Path) -> Iterator[tuple[float, LogHead | RouterEvent]]:
     """Yield what is in a router's log; of a folder, what is in its older and in its newer file.
 
-    Each file begins with the state of the router as it was, so the newer one goes on where the
-    older one ends. Raises OSError, and LogError.
+    Each file begins with what the router knew of its workers and gateways, so that it can be replayed
+    alone; requests that were queued then are not in it. Raises OSError, and LogError.
     """
     from ...router.replay import LogError, read
     from ..event_log import FILE_NAME, OLD_SUFFIX

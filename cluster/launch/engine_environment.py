@@ -49,7 +49,7 @@ def find_python() -> str | None:
 
 
 def check_python(python: str) -> None:
-    """Raise ConfigError where workers could not run with this python, with what to do."""
+    """Raise ConfigError if this python cannot be run, or lacks our version of Ray or any vLLM."""
     probe = (
         "from importlib.metadata import distributions; "
         "print(*{d.metadata['Name'].lower() + '==' + d.version for d in distributions()})"
@@ -123,7 +123,7 @@ def worker_requirements() -> list[str]:
 
 
 def _own_package() -> list[str]:
-    """Return what pip installs to have this very Diptych: a checkout stays one."""
+    """Return what pip installs to have Diptych: a checkout stays one, else the same version of it."""
     if (_PROJECT / "pyproject.toml").exists():
         return ["-e", str(_PROJECT)]
     try:

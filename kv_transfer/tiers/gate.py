@@ -1,4 +1,4 @@
-"""Whether the disk may be tried now (pure): off after failures in a row, tried again after a wait.
+"""Whether the disk may be written or opened now (pure): off after failures in a row, for a wait.
 
     on --FAILURE_LIMIT failures in a row, or a conclusive one--> off --wait--> tries --success--> on
 
@@ -14,7 +14,10 @@ RETRY_LIMIT_S = 300.0  #: the longest wait
 
 
 class DiskGate:
-    """Counts failures and successes of the disk. `now` is of any clock that does not go back."""
+    """Counts failures and successes of writing and opening. Reading goes on while the disk is off.
+
+    `now` is of any clock that does not go back.
+    """
 
     def __init__(self) -> None:
         self.reason = ""  #: why the disk is off; empty while it is on
@@ -23,7 +26,7 @@ class DiskGate:
         self._wait_s = RETRY_S
 
     def allows(self, now: float) -> bool:
-        """Returns whether the disk may be used, or tried, now."""
+        """Returns whether the disk may be written or opened now, be it to try."""
         return now >= self.retry_at
 
     def record_failure(self, reason: str, now: float, conclusive: bool = False) -> bool:

@@ -1,7 +1,7 @@
 """NIXL over UCX: RDMA, NVLink, shared memory (CMA) or TCP, whichever UCX finds between two agents.
 
 NIXL's progress thread stays off: it spins at a full core and shares a lock with the posting thread.
-`poll` drives all progress. On one host `transfer` copies synchronously (CMA) with the GIL released.
+`poll` and posting drive all progress. On one host `transfer` copies synchronously (CMA) with the GIL released.
 Memory of a GPU goes through the same calls, unproven.
 
 NIXL has no type annotations, so its objects are `Any` here. Its exceptions, a class for each status,
@@ -55,9 +55,11 @@ def _log_buffers_kept() -> Iterator[None]:
         for handler in logging.getLogger(name).handlers
         if isinstance(handler, MemoryHandler)
     }
-    yield
-    for handler, target in buffers.items():
-        handler.setTarget(target)
+    try:
+        yield
+    finally:
+        for handler, target in buffers.items():
+            handler.setTarget(target)
 
 
 class NixlContact(msgspec.Struct, frozen=True, array_like=True):

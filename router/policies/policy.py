@@ -208,10 +208,12 @@ class EarlyPolicy:
         if position is None:
             return None
         chosen = self._decode_candidate(request, workers[position], costs[position], planned.span)
-        compared = [
+        # Of equal costs the request's hash has chosen one, which need not be among the first.
+        cheapest = nsmallest(OPTIONS, range(len(costs)), key=costs.__getitem__)
+        compared = [chosen] + [
             self._decode_candidate(request, workers[other], costs[other], planned.span)
-            for other in nsmallest(OPTIONS, range(len(costs)), key=costs.__getitem__)
-            if costs[other] < inf
+            for other in cheapest
+            if other != position and costs[other] < inf
         ]
         return placer.pair(request, PlacementKind.EARLY, planned, chosen=chosen, compared=compared)
 

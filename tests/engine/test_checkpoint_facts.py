@@ -46,8 +46,9 @@ def test_latent_attention_keeps_one_vector_for_all_heads(tmp_path: Path) -> None
     assert facts.token_items == 2 * (32 + 8)
 
 
-def test_a_multimodal_checkpoint_has_them_one_level_down(tmp_path: Path) -> None:
-    whole = {"architectures": ["SeesForCausalLM"], "text_config": LLAMA}
+@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
+def test_a_multimodal_checkpoint_has_them_one_level_down(tmp_path: Path, key: str) -> None:
+    whole = {"architectures": ["SeesForCausalLM"], "text_config": None, key: LLAMA}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     facts = read_facts(tmp_path)
     assert (facts.architecture, facts.vocabulary) == ("SeesForCausalLM", 100)
@@ -57,6 +58,16 @@ def test_a_multimodal_checkpoint_has_them_one_level_down(tmp_path: Path) -> None
 def test_a_fact_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="vocab_size"):
         read_facts(written(tmp_path, vocab_size=None))
+
+
+@pytest.mark.parametrize("size", ["null", '"many"'])
+def test_a_size_that_is_no_number_is_refused(tmp_path: Path, size: str) -> None:
+    text = json.dumps({**LLAMA, "vocab_size": 0}).replace(
+        '"vocab_size": 0', f'"vocab_size": {size}'
+    )
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightsError, match="a size that is none"):
+        read_facts(tmp_path)
 
 
 def test_a_folder_of_anything_else_is_no_checkpoint(

@@ -53,6 +53,16 @@ def test_early_policies_bind_at_once_however_long_the_queue() -> None:
         assert all(frame.deadline_s == 0 for frame in made.frames.values()), "first come"
 
 
+def test_a_decision_names_the_decode_worker_that_was_chosen_among_equal_ones() -> None:
+    workers = [f"decode/{number}" for number in range(12)]
+    made = Rig("prefill/a", *workers, policy="least_work", decisions=50)
+    for number in range(20):
+        _, decode = made.ask(f"r{number}", prompt=100)[f"r{number}"]
+        made.over(f"r{number}", reason="stop", tokens=1)
+        (decision,) = made.router.decisions.find(f"r{number}")
+        assert decision.to_plain()["decode_options"][0][0] == decode
+
+
 def test_round_robin_takes_turns() -> None:
     made = rig("round_robin")
     assert [chosen(made) for _ in range(4)] == ["prefill/a", "prefill/b"] * 2

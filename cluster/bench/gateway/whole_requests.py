@@ -85,7 +85,8 @@ class ClientTimes:
 def prompt_texts(tokenizer: ChatTokenizer, load: RequestLoad, seed: int) -> Iterator[str]:
     """Yield the load's prompts. Raises BenchError if the tokenizer does not split them as meant."""
     words = [tokenizer.token_text(token_id) for token_id in countable_token_ids(tokenizer)]
-    generator = random.Random(seed)
+    # No prompt of one load begins as one of another load: it would be taken for cached.
+    generator = random.Random(f"{load.name} {seed}")
     for index in range(load.requests):
         text = "".join(generator.choices(words, k=load.prompt_tokens))
         if index == 0:
@@ -121,7 +122,7 @@ def measure_requests(
 ) -> dict[str, Any]:
     """Put the load on the server, and return a row of `diptych bench gateway --requests`.
 
-    CPU is that of all the server's processes from before the first request until after the last
+    CPU is that of the processes in `server.pids` from before the first request until after the last
     one, in microseconds per request: by part of the server (`cpu_us_per_request`) and in sum
     (`cpu_us`). `requests_s` are requests per second. Raises BenchError if any request fails.
     """

@@ -113,9 +113,12 @@ class Proxy:
         kept = {name: value for name, value in body.items() if name not in dropped_fields}
         url = next(self._prefills) + path
         async with self._session.post(url, json=kept | ONE_TOKEN_FIELDS, headers=headers) as answer:
-            fields = await answer.json()
             if answer.status != 200:
-                raise PrefillError(web.json_response(fields, status=answer.status))
+                text = await answer.text()
+                content_type = answer.content_type
+                response = web.Response(text=text, status=answer.status, content_type=content_type)
+                raise PrefillError(response)
+            fields = await answer.json()
         parameters = fields.get("kv_transfer_params")
         return {"kv_transfer_params": parameters} if parameters else {}
 

@@ -159,6 +159,14 @@ def test_demand_is_counted_at_arrival_and_forgotten_after_the_window() -> None:
     assert demand.offered_load(400.0) == OfferedLoad()
 
 
+def test_the_rate_is_counted_from_the_first_request_whoever_looked_before() -> None:
+    demand = DemandWindow(window_s=60.0)
+    assert demand.offered_load(0.0) == OfferedLoad()
+    for at in range(40, 50):
+        demand.record_arrival(1000, 100.0, float(at))
+    assert demand.offered_load(50.0).rate == pytest.approx(1.0)
+
+
 def test_the_first_half_minute_is_too_short_to_judge_by() -> None:
     one = planner(warmup_s=30.0)
     given = seen("4P4D", LONG_PROMPTS, 4.0)

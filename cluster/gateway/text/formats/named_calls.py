@@ -8,8 +8,9 @@
   `[ARGS]`, and `[ARGS]` may be missing. Older ones write a list of JSON objects behind
   `[TOOL_CALLS]`.
 
-A call of one of the request's functions is announced as soon as its name is there. DeepSeek and
-Kimi put calls in sections; what stands in a section outside of calls is content.
+A call of one of the request's functions is announced as soon as its name is there, with what stands
+between name and arguments. DeepSeek and Kimi put calls in sections; what stands in a section outside
+of calls is content.
 """
 
 from __future__ import annotations

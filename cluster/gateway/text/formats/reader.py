@@ -152,7 +152,7 @@ class AnswerReader:
 
         White space in front of a marker is no part, and behind one only where
         `_strip_section_start` says so. Without a marker, all text up to the end of the answer comes
-        out, and the marker is empty.
+        out (but for mere white space behind a call), and the marker is empty.
         """
         while True:
             self._strip_section_start(kind)

@@ -1,4 +1,4 @@
-"""Writes what is generated in this folder: the chart's schema and environment, the manifests.
+"""Writes the chart's generated files (schema, environment, alerting rules) and the manifests.
 
     .venv/bin/python deploy/render.py            # rewrite
     .venv/bin/python deploy/render.py --check    # exit 1 and name what is not current
@@ -63,21 +63,28 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 2
     check_only = arguments == ["--check"]
-    if not check_only:  # Helm checks values by the schema: it must be current before rendering
+    # Helm checks values by the schema: it must be current before rendering.
+    if not check_only:
         write_if_changed(chart_files())
+    elif stale_chart := changed(chart_files()):
+        return _report_stale(stale_chart)
     files = generated()
     superfluous = [path for path in RENDERED.glob("*.yaml") if path not in files]
     if check_only:
-        stale = [*superfluous, *changed(files)]
-        for path in stale:
-            print(f"not current: {path.relative_to(ROOT.parent)}; run deploy/render.py")
-        return 1 if stale else 0
+        return _report_stale([*superfluous, *changed(files)])
 
     for path in superfluous:
         path.unlink()
         print(f"removed {path.relative_to(ROOT.parent)}")
     write_if_changed(files)
     return 0
+
+
+def _report_stale(stale: list[Path]) -> int:
+    """Names files that are not current; returns the exit status."""
+    for path in stale:
+        print(f"not current: {path.relative_to(ROOT.parent)}; run deploy/render.py")
+    return 1 if stale else 0
 
 
 def changed(files: dict[Path, str]) -> list[Path]:

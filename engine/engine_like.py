@@ -226,7 +226,8 @@ class EngineLike(Protocol):
     def statistics(self) -> dict[str, Any]:
         """Returns a snapshot. Any thread.
 
-        It has the keys that `cluster/telemetry/worker_metrics.py` reads. `kv_blocks` says how many
+        It has the keys that `worker_metrics.py` and `vllm_metrics.py` (cluster/telemetry/) read, but
+        for the blocks `quarantined` and `orphaned`, which the worker adds. `kv_blocks` says how many
         blocks are `free`, `active`, `cached`, `reserved`, `staged` and `demoting`, and the `total`,
         which is their sum.
         """

@@ -36,9 +36,9 @@ class StepCounters:
 
     def __init__(self) -> None:
         self.steps = 0
-        self.prefill_tokens = (
-            0  #: Prompt tokens computed here; those found in a cache do not count.
-        )
+        #: Tokens that were prefilled: those of prompts that no cache had, and after a preemption
+        #: those of the answer, too.
+        self.prefill_tokens = 0
         self.prefill_s = 0.0  #: Seconds of steps with prefill, their decoding rows included.
         self.decode_steps = 0  #: Steps without prefill.
         self.decode_s = 0.0  #: Seconds of steps without prefill.
@@ -46,12 +46,14 @@ class StepCounters:
             "prefill": Histogram(STEP_SECONDS_BOUNDS),
             "decode": Histogram(STEP_SECONDS_BOUNDS),
         }
-        self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)  #: Of each step: prompts' and new tokens.
+        #: Of each step: ids that were prefilled, and rows from which an id was drawn or a guessed one
+        #: was verified. With vLLM, the ids that it scheduled.
+        self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
         #: How often each answer that ended here had been preempted.
         self.request_preemptions = Histogram(PREEMPTION_BOUNDS)
 
     def count_step(self, seconds: float, *, prefill_tokens: int, step_tokens: int) -> None:
-        """Count a step. `step_tokens` are all of its tokens, `prefill_tokens` those of prompts."""
+        """Count a step, with what it adds to the counts of these names."""
         self.steps += 1
         self.step_tokens.observe(step_tokens)
         if prefill_tokens:

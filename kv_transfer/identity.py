@@ -1,8 +1,8 @@
 """What a KV block is: the content hash of a prefix, and the checksum of a block on its way.
 
 Content hashes are chained (`hash(parent, token_ids)`), salted by the model and by the partition of
-the cache (a tenant's, for instance), and stable across processes: gateway, router and workers
-compute the same ones. Checksums are salted by everything that must agree at the two ends, because
+the cache (a tenant's, for instance), and stable across processes: gateways and workers compute the
+same ones, and the router compares them. Checksums are salted by everything that must agree at the two ends, because
 bytes that are right for another model, layout, ticket or position are wrong bytes.
 
 A ticket is one transfer of KV. It counts *tiles*: a tile is as many tokens as the smaller block of

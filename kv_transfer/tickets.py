@@ -24,7 +24,7 @@ Sender:
                  under way: `StoppedMessage` or `FailedMessage` goes out, `PushEnded(ok=False)`.
 
 A tile is used again only when no write can land on it any more. One thread owns a machine and its
-transport, so that admitting a write, counting the writes under way and posting are one step.
+transport, so a write counts as under way from when it is admitted, before it can be posted.
 """
 
 from __future__ import annotations
@@ -360,8 +360,8 @@ class SendingTicket:
     state: SendingState = SendingState.WAITING
     offer: OfferMessage | None = None  #: None until it has come.
     waiting_pushes: list[PushTiles] = field(default_factory=list)  #: Until the offer is there.
-    chunk_count: int = 0  #: Writes that were posted.
-    writes_under_way: int = 0  #: Posted writes that have not ended.
+    chunk_count: int = 0  #: Writes that were returned as `WriteTiles`.
+    writes_under_way: int = 0  #: Those of them that have not ended.
     busy_s: float = 0.0  #: Seconds in which at least one write was under way, until the last gap.
     busy_since_s: float = 0.0  #: When the writes that are under way began.
     finish: FinishTilePush | None = None  #: Set once everything was pushed.
@@ -527,7 +527,8 @@ class TicketSender:
         """Writes what may be written, and ends the ticket if it is complete.
 
         Pushes wait until the offer says where they go. A push that the offer has no room for
-        closes the ticket; the writes that were returned before it are still posted, and counted.
+        closes the ticket; the writes that were returned before it count until each has ended by a
+        `WriteEnded`, be it without having been posted.
         """
         if ticket.state is SendingState.CLOSING:
             return self._end_if_drained(ticket)

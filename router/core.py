@@ -484,14 +484,13 @@ class Router:
         )
 
     def _place_queued(self, now: float) -> list[RouterAction]:
-        """Give up the requests whose time is over, and place all that can be placed."""
-        if not self.queue:
-            return []
+        """Give up the requests whose time is over, and place all that can be placed.
+
+        The policy is asked also when nobody waits: it may measure for how long somebody did.
+        """
         actions: list[RouterAction] = []
-        if self.queue.next_expiry <= now:
+        if self.queue and self.queue.next_expiry <= now:
             actions = self._refuse_expired_requests(now)
-        if not self.queue:
-            return actions
         for decided in self.policy.place_queued(now):
             actions.append(self._answer(decided, now))
         return actions

@@ -18,8 +18,8 @@ class DrainRate:
     """Seconds of prefill that are begun in a second, while requests wait for it.
 
     Seconds of prefill are what the requests' prefills would take on idle workers, so four workers
-    may reach a rate of four. The caller calls `waits` at every event, and `served` for each request
-    that leaves for a worker. While no request waits, the rate says how many come and not
+    may reach a rate of four. The caller calls `waits` at every event before it serves anybody and
+    again behind that, and `served` for each request that leaves for a worker. While no request waits, the rate says how many come and not
     how many could be served: that time does not count.
     """
 

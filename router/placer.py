@@ -50,7 +50,7 @@ from .worker_state import DecodeReservation, PrefillWork, WorkerState
 #: step's chunk.
 LOCAL_TOKENS = 512
 #: One with up to `LOCAL_CACHED_TOKENS` uncached ones suits it too, if this share of the prompt or
-#: more is cached there: the worker has most of it already.
+#: more is cached there, or fetched: the worker has most of it then.
 LOCAL_CACHED_SHARE = 0.6
 LOCAL_CACHED_TOKENS = 4096
 #: A decode worker helps out with prompts while decode leaves it this share of its time.

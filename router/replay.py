@@ -2,7 +2,8 @@
 
 A log is JSON lines: a head with configuration and term, then what happened to the router, with the
 time by its clock. Where another router has gone on with the log, its head stands in the middle.
-Ticks are not in it: a replay wakes the router when it wants. A file that begins in the middle of a
+Ticks are not in it, as a replay wakes the router when it wants; nor are ends of whole requests, and
+terms of newer routers. A file that begins in the middle of a
 router's life has a snapshot behind its head: which workers there are, and what they hold.
 
 A replay cannot know when a prompt would have been computed elsewhere: first tokens and ends come

@@ -79,7 +79,7 @@ def _scale_within(
 class DynamoPlanner:
     """Dynamo's formulas: every 180 s the replicas that recent completions needed.
 
-    These are those of the observation's window (`RecentTraffic.window_s`), which is to be as long.
+    These are those of the observation's window (`RecentTraffic.window_s`), which may be shorter.
 
     The needs follow from a replica's profiled speed (here its cost coefficients), corrected by how
     far the observed times were from the profiled ones.

@@ -193,7 +193,7 @@ class ClusterOperations:
             ids = sorted(worker["id"] for group in workers.values() for worker in group)
             message = f"no worker {name}; there are {', '.join(ids) or 'nobody'}"
             raise ApiError("not_found", message)
-        return self.models[owners[0]].operations, name
+        return self.find(owners[0]).operations, name
 
 
 def owners_of(workers: Mapping[str, list[WorkerStatistics]], name: str) -> list[str]:

@@ -662,7 +662,8 @@ class VllmEngine:
         """Ends a request in vLLM, if vLLM has not; pinned blocks stay for their transfer."""
         sequence = request.sequence
         self._preemptions += request.vllm_request.num_preemptions
-        self._counters.request_preemptions.observe(request.vllm_request.num_preemptions)
+        if sequence.finish_reason() is not None:  # else the answer goes on elsewhere, or was left
+            self._counters.request_preemptions.observe(request.vllm_request.num_preemptions)
         self._core.abort_requests([request.request_id])  # one that has ended is ignored
         if sequence.stop_after_first and sequence.attempt_key in self._pinned:
             request.state = RequestState.HELD

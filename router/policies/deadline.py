@@ -3,8 +3,9 @@
 A worker has credit while it may be given another prompt: it has little to do, or is about to run
 out of work. To decode alone, a worker needs none: there it is room that counts.
 
-A request is urgent while it can meet its deadline; the most urgent is the one whose prefill must
-begin first. Whoever cannot be served in time any more is overdue, or is refused if its class
+A request is urgent while it can meet its deadline. The most urgent one is of the highest priority,
+and of those the one whose prefill must begin first, put off by what its tenant has had beyond its
+share. Whoever cannot be served in time any more is overdue, or is refused if its class
 prefers that. There are four ways to a worker:
   push: a request chooses the worker that has its first token earliest. If that one is busy, the
         request takes the best of the free ones, unless the busy one is clearly earlier; then it
@@ -52,7 +53,7 @@ PUT_OFF_FACTOR = 2.0
 TIME_MARGIN = 1.4
 OVERDUE_TURN = 8  #: every so many pulls are for the oldest overdue request, once it is old
 #: Seconds from its placement: the deadline, in the worker's order, of a request that is overdue.
-#: Urgent requests have earlier ones, and it is not put off for ever.
+#: Most urgent requests have earlier ones, and it is not put off for ever.
 OVERDUE_DEADLINE_S = 30.0
 CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
 OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
@@ -187,8 +188,9 @@ class DeadlinePolicy:
     def place_queued(self, now: float) -> list[Placement | Rejection]:
         """Let requests choose workers, then workers requests, as far as there is credit."""
         decided: list[Placement | Rejection] = []
-        self._urgent_rate.waits(now, is_waiting=bool(self.queue.urgent))
-        self._overdue_rate.waits(now, is_waiting=bool(self.queue.overdue))
+        self._note_waiting(now)
+        if not self.queue:
+            return decided
         self._retire_late(now, decided)
         self._push_choosing(now, decided)
         self._push_local_requests(now, decided)
@@ -197,7 +199,13 @@ class DeadlinePolicy:
         if now >= self._next_offer_at and may_offer:
             self._next_offer_at = now + OFFER_S
             self._offer(now, decided)
+        self._note_waiting(now)
         return decided
+
+    def _note_waiting(self, now: float) -> None:
+        """Tell the measured rates whether requests wait from now on: other time does not count."""
+        self._urgent_rate.waits(now, is_waiting=bool(self.queue.urgent))
+        self._overdue_rate.waits(now, is_waiting=bool(self.queue.overdue))
 
     def next_wake(self, now: float) -> float:
         """Return when the next worker has credit by prediction, or a request chooses again."""
@@ -245,9 +253,11 @@ class DeadlinePolicy:
     # ---- the steps of `place_queued` -------------------------------------------------------------
 
     def _retire_late(self, now: float, decided: list[Placement | Rejection]) -> None:
-        """Move the urgent requests that nobody could serve in time any more to the overdue ones.
+        """Move requests at the front of the urgent ones to the overdue ones, if nobody could serve
+        them in time any more; those whose class prefers that are refused instead.
 
-        Those whose class prefers that are refused instead.
+        The first one that can be in time ends this. Late ones behind it, of a lower priority or of a
+        tenant that has had more than its share, stay urgent until it has left.
         """
         while self.queue.urgent:
             _, request = self.queue.urgent[0]

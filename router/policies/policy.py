@@ -50,7 +50,10 @@ class Policy(Protocol):
         """
 
     def place_queued(self, now: float) -> list[Placement | Rejection]:
-        """Place every queued request that can be placed now; rejected ones leave the queue too."""
+        """Place every queued request that can be placed now; rejected ones leave the queue too.
+
+        It is called at every event, also when the queue is empty.
+        """
 
     def next_wake(self, now: float) -> float:
         """Return when `place_queued` should be called if no event comes before; inf: never."""

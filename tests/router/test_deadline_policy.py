@@ -600,3 +600,23 @@ def test_a_decode_worker_without_time_to_spare_computes_no_overdue_prompt() -> N
     assert all(
         rig.frames[f"r{index}"].prefill_worker for index in range(8) if f"r{index}" in rig.frames
     )
+
+
+def test_a_lull_does_not_count_as_time_in_which_nobody_was_served() -> None:
+    def who_was_overdue(lull_s: float) -> list[list[bool]]:
+        """Bursts of six requests, with lulls between them."""
+        rig = Rig("prefill/a", "prefill/b", "decode/x", ttft_s=4.0)
+        bursts = []
+        for burst in range(4):
+            names = [f"{burst}-{number}" for number in range(6)]
+            for name in names:
+                rig.ask(name, prompt=2000)
+            for name in names:
+                rig.first(name, after=0.5)
+            for name in names:
+                rig.over(name, reason="stop", tokens=1)
+            bursts.append([rig.frames[name].background for name in names])
+            rig.send(e.RouterTick(), after=lull_s)
+        return bursts
+
+    assert who_was_overdue(lull_s=120.0) == who_was_overdue(lull_s=1.0)

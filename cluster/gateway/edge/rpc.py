@@ -151,7 +151,8 @@ async def _prepare_chat(
     served: ServedModel, message: pb.ChatRequest, request_id: str, terms: Terms
 ) -> PreparedCall[pb.ChatResponse]:
     """Prepares a chat, whose replies are the chunks of the HTTP API. Raises ApiError."""
-    # Strict: a field that a message has and the API does not is a mistake of this file.
+    # Strict: a field that a message has and the API does not is a mistake of this file, or of the
+    # client's JSON in tools, tool_choice or tool_calls.
     body = parse_body(ChatRequest, _chat_body(message), Reading.STRICT)
     request, prompt = await served.prepare(body, request_id, terms)
     shape = ChatShape(body, request, served.text, model=served.name, prompt=prompt)
@@ -196,7 +197,8 @@ def _streaming_method(
 
     `prepare` takes the model, the message, the request's id and its terms, and returns the
     prepared call. Whatever goes wrong is said in the last reply, and in the status. Closing the
-    generator cancels the task that makes the replies, and so the work on the workers.
+    generator cancels the task that makes the replies, and so the work on the workers, unless the
+    client asked to keep its answer (`x-resume: keep`).
     """
 
     async def method(
@@ -214,7 +216,7 @@ def _streaming_method(
                 call = await prepare(served, request, request_id, terms)
                 texts = AnswerTexts(call.request, served.text, call.output)
                 queue = ReplyQueue(call, texts)
-                # The model's shelf starts the generation; of other APIs it keeps what may be resumed.
+                # The model's shelf starts the generation, and keeps answers for a while.
                 answers = served.shelf.push_answers(call.request, TextSink(texts, queue))
                 answering = asyncio.ensure_future(answers)
                 answering.add_done_callback(queue.end)

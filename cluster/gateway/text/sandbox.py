@@ -6,7 +6,7 @@ Python, files or the network. This one also bounds
 * the text that comes out, what `*` repeats, and the exponent of `**`;
 * the time, as the clock is read when a template outputs, looks something up, calls, or uses `*` or
   `**`. A loop that does none of these is bounded by Jinja's own limit of `range` and by the size of
-  the request.
+  the request; loops inside of it multiply, and only the process's limit ends those.
 
 It does not bound memory: a template can still make a huge text with `~` or by padding, and one
 such step is not interrupted by the clock. So templates run in processes with limits (`templates`);
@@ -172,7 +172,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Replace Jinja's filter `tojson`, which escapes HTML and has not these parameters."""
+    """Replace Jinja's filter `tojson`, which escapes HTML and has only `indent` of these."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -18,7 +18,8 @@ from tests.support.live import Live
 
 from .matrix import UNDISTURBED
 
-STOPPED_S = 5.0  #: for which a frozen process is stopped, or a folder is full
+#: for which a frozen process is stopped, a folder is full, memory is short or the clock is wrong
+STOPPED_S = 5.0
 
 #: A command before `diptych serve` that gives it file systems of its own for the folders which a
 #: fault fills. Only root may mount them.
@@ -30,6 +31,61 @@ OWN_FOLDERS = (
     'for folder in /tmp /dev/shm; do mount -t tmpfs -o size=512m tmpfs $folder; done; exec "$@"',
     "sh",
 )
+
+#: The control groups of memory, where a cluster can have one of its own with a limit.
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+MEMORY_STEP_BYTES = 16 << 20  #: by which a limit is lowered until nothing more can be reclaimed
+CLOCK_LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")  #: Debian's `faketime`
+CLOCK_FILE = "clock"  #: in the run's folder: by how much the cluster's clocks are wrong
+CLOCK_STEP_S = 3600
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to start the cluster that some faults need."""
+
+    name: str  #: Empty: as all other faults need it.
+    arguments: tuple[str, ...] = ()  #: of `diptych serve`
+
+    def prefix(self, folder: Path) -> tuple[str, ...]:
+        """Returns the command that starts `diptych serve`, which is behind it."""
+        own_folders = OWN_FOLDERS if os.geteuid() == 0 else ()
+        if self.name == "clock":
+            clock_file = folder.absolute() / CLOCK_FILE
+            clock_file.write_text("+0\n")
+            faked = {
+                "LD_PRELOAD": str(CLOCK_LIBRARY),
+                "FAKETIME_TIMESTAMP_FILE": str(clock_file),
+                "FAKETIME_CACHE_DURATION": "1",
+                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            }
+            return (*own_folders, "env", *(f"{key}={value}" for key, value in faked.items()))
+        if self.name == "memory":
+            group = memory_group()
+            group.mkdir(exist_ok=True)
+            joined = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+            return ("sh", "-c", joined, "sh", *own_folders)
+        return own_folders
+
+    def missing(self) -> str:
+        """Returns what this machine lacks for it; empty: nothing."""
+        if self.name == "clock" and not CLOCK_LIBRARY.exists():
+            return "there is no libfaketime: apt-get install faketime"
+        limit = MEMORY_GROUPS / "memory.limit_in_bytes"
+        if self.name == "memory" and (os.geteuid() != 0 or not limit.exists()):
+            return f"only root with {MEMORY_GROUPS} can limit the cluster's memory"
+        return ""
+
+
+def memory_group() -> Path:
+    """Returns the control group of the cluster that this process starts."""
+    return MEMORY_GROUPS / f"diptych-chaos-{os.getpid()}"
+
+
+PLAIN = Variant("")
+PROXIES = Variant("proxies", ("--set", "gateway.listen=serve"))
+CLOCK = Variant("clock")
+MEMORY = Variant("memory")
 
 #: Finds the processes that a fault may hit, given the cluster and its status.
 FindProcesses = Callable[[Live, dict[str, Any]], list[int]]
@@ -46,6 +102,9 @@ class Fault:
     replaces: bool = True
     hits_all: bool = False  #: of each group, not one
     fills: str = ""  #: the folder of `OWN_FOLDERS` that is full for a while
+    clock_step_s: int = 0  #: by which the clocks of all processes are wrong for a while
+    limits_memory: bool = False  #: The cluster may not have more memory for a while.
+    variant: Variant = PLAIN
 
 
 def _workers(home: str) -> FindProcesses:
@@ -116,11 +175,30 @@ FAULTS = (
         Fault(f"{folder} full {STOPPED_S:g} s", (), replaces=False, fills=folder)
         for folder in ("/tmp", "/dev/shm")
     ),
+    Fault(
+        f"no more memory {STOPPED_S:g} s", (), replaces=False, limits_memory=True, variant=MEMORY
+    ),
+    *(
+        Fault(
+            f"clock {step_s // 3600:+d} h {STOPPED_S:g} s",
+            (),
+            replaces=False,
+            clock_step_s=step_s,
+            variant=CLOCK,
+        )
+        for step_s in (CLOCK_STEP_S, -CLOCK_STEP_S)
+    ),
+    Fault("KILL Serve proxy", (_of_ray("ray::ProxyActor"),), variant=PROXIES),
 )
 
 
-def inject(fault: Fault, live: Live, status: dict[str, Any], draw: random.Random) -> list[int]:
-    """Does it; returns the processes that were hit. A frozen one goes on after `STOPPED_S`."""
+def inject(
+    fault: Fault, live: Live, status: dict[str, Any], draw: random.Random, folder: Path
+) -> list[int]:
+    """Does it; returns the processes that were hit. A frozen one goes on after `STOPPED_S`.
+
+    `folder` is the run's, where `Variant.prefix` has put what faults change.
+    """
     victims = [
         victim for find in fault.groups for victim in _choose(find(live, status), fault, draw)
     ]
@@ -132,6 +210,10 @@ def inject(fault: Fault, live: Live, status: dict[str, Any], draw: random.Random
             _continue(victim)
     if fault.fills:
         _fill(Path(f"/proc/{live.process.pid}/root{fault.fills}"))
+    if fault.clock_step_s:
+        _set_clock(folder / CLOCK_FILE, fault.clock_step_s)
+    if fault.limits_memory:
+        _limit_memory(memory_group() / "memory.limit_in_bytes")
     return victims
 
 
@@ -151,6 +233,27 @@ def _fill(folder: Path) -> None:
             time.sleep(STOPPED_S)
     finally:
         filler.unlink()
+
+
+def _set_clock(file: Path, step_s: int) -> None:
+    """Lets the cluster's clocks be wrong by so much for `STOPPED_S`."""
+    file.write_text(f"{step_s:+d}\n")
+    time.sleep(STOPPED_S)
+    file.write_text("+0\n")
+
+
+def _limit_memory(limit: Path) -> None:
+    """Leaves the cluster what it has now, without caches, for `STOPPED_S`.
+
+    Whoever then needs more has the kernel end the largest process of the cluster.
+    """
+    usage = int((limit.parent / "memory.usage_in_bytes").read_text())
+    with contextlib.suppress(OSError):  # nothing more can be reclaimed
+        while usage > 0:
+            limit.write_text(str(usage))
+            usage -= MEMORY_STEP_BYTES
+    time.sleep(STOPPED_S)
+    limit.write_text("-1")
 
 
 def _continue(process: int) -> None:

@@ -23,7 +23,7 @@ from diptych.cluster.launch.processes import has_ended
 
 from tests.support.live import Live, running
 
-from .faults import FAULTS, OWN_FOLDERS, Fault, inject
+from .faults import FAULTS, Fault, inject
 from .growth import soak_section
 from .load import Answered, Client, references, use
 from .matrix import Repetition, matrix_page
@@ -63,6 +63,9 @@ def main() -> None:
     if os.geteuid() != 0:
         chosen = tuple(fault for fault in chosen if not fault.fills)
         print("only root can fill the cluster's folders: those faults are left out")
+    for reason in sorted({fault.variant.missing() for fault in chosen} - {""}):
+        print(f"{reason}; faults that need that are left out")
+    chosen = tuple(fault for fault in chosen if not fault.variant.missing())
     given.out.mkdir(parents=True, exist_ok=True)
     plan = Plan(given.out, given.repetitions, chosen)
     run(plan)
@@ -94,13 +97,16 @@ def run(plan: Plan) -> None:
         for fault in plan.faults
         if not any(one.fault == fault.name and one.number == number for one in done)
     ]
+    missing.sort(key=lambda pair: pair[0].variant.name)  # stable: a cluster for each variant
     while missing:
+        variant = missing[0][0].variant
         arguments = ("--prefill", "2", "--decode", "2", "--set", "gateway.replicas=2")
-        prefix = OWN_FOLDERS if os.geteuid() == 0 else ()
-        with running(plan.folder / "serve.log", *arguments, prefix=prefix) as live:
-            while missing:
+        prefix = variant.prefix(plan.folder)
+        log = plan.folder / "serve.log"
+        with running(log, *arguments, *variant.arguments, prefix=prefix) as live:
+            while missing and missing[0][0].variant == variant:
                 fault, number = missing.pop(0)
-                repetition = asyncio.run(_repeat(live, fault, number, plan.seed))
+                repetition = asyncio.run(_repeat(live, fault, number, plan))
                 print(f"{len(missing):4d} left  {repetition}", flush=True)
                 with (plan.folder / "repetitions.jsonl").open("a") as file:
                     file.write(json.dumps(asdict(repetition)) + "\n")
@@ -108,9 +114,9 @@ def run(plan: Plan) -> None:
                     break  # the next one begins on a new cluster
 
 
-async def _repeat(live: Live, fault: Fault, number: int, seed: int) -> Repetition:
+async def _repeat(live: Live, fault: Fault, number: int, plan: Plan) -> Repetition:
     """Injects a fault once, under load, and says what clients and operators saw of it."""
-    draw = random.Random(f"{seed} {fault.name} {number}")
+    draw = random.Random(f"{plan.seed} {fault.name} {number}")
     client = Client(live.url, f"127.0.0.1:{live.grpc}")
     try:
         expected = await references(client)
@@ -119,7 +125,7 @@ async def _repeat(live: Live, fault: Fault, number: int, seed: int) -> Repetitio
         await asyncio.sleep(BEFORE_S)
         status = await asyncio.to_thread(live.status)
         began_at = time.monotonic()
-        victims = await asyncio.to_thread(inject, fault, live, status, draw)
+        victims = await asyncio.to_thread(inject, fault, live, status, draw, plan.folder)
         whole_s = await seconds_until_whole(live, fault, victims, began_at)
         await asyncio.sleep(AFTER_S)
         over.set()

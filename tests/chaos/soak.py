@@ -41,6 +41,7 @@ SOAK_FAULTS = tuple(
     for fault in FAULTS
     if fault.name != UNDISTURBED
     and not fault.fills
+    and not fault.variant.name
     and not any(fault.name == f"KILL {part}" for part in ("GCS", "raylet", "dashboard agent"))
 )
 
@@ -75,7 +76,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     arguments = ("--prefill", "2", "--decode", "2", "--set", "gateway.replicas=2")
     with running(given.out / "soak.log", *arguments) as live:
-        result = asyncio.run(Soak(live, given.minutes * 60, given.seed).run())
+        result = asyncio.run(Soak(live, given.out, given.minutes * 60, given.seed).run())
     (given.out / "soak.json").write_text(json.dumps(asdict(result), indent=2))
     print(soak_section(asdict(result)))
 
@@ -83,8 +84,9 @@ def main() -> None:
 class Soak:
     """One run on one cluster."""
 
-    def __init__(self, live: Live, duration_s: float, seed: int) -> None:
+    def __init__(self, live: Live, folder: Path, duration_s: float, seed: int) -> None:
         self._live = live
+        self._folder = folder
         self._duration_s = duration_s
         self._draw = random.Random(seed)
         self._client = Client(live.url, f"127.0.0.1:{live.grpc}")
@@ -167,7 +169,9 @@ class Soak:
     async def _inject(self, fault: Fault) -> None:
         status = await asyncio.to_thread(self._live.status)
         began_at = time.monotonic()
-        victims = await asyncio.to_thread(inject, fault, self._live, status, self._draw)
+        victims = await asyncio.to_thread(
+            inject, fault, self._live, status, self._draw, self._folder
+        )
         whole_s = await seconds_until_whole(self._live, fault, victims, began_at)
         self._faults += 1
         if whole_s is None:

@@ -99,7 +99,6 @@ class World:
         self._numbers = itertools.count()
         self._errors: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_calm = False
         self._client = Client(self.loop, self.draw, lambda: dict(self.gateways))
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -137,7 +136,6 @@ class World:
         await asyncio.sleep(SETTLE_S)
         self._storm()
         await asyncio.sleep(STORM_S)
-        self._is_calm = True
         self.note("calm")
         await self._until(lambda: all(one.ended_at_s for one in self.asked), CALM_S, "an answer")
         await self._until(self._is_whole, CALM_S, "a whole cluster")

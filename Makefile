@@ -1,5 +1,5 @@
-.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube chaos soak sim loadtest lint format docs \
-	protos kube kube-down
+.PHONY: install serve test test-all test-long test-compat test-clients test-vllm test-kube test-hosts chaos soak sim \
+	loadtest lint format docs protos kube kube-down
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
 BIN := $(VENV)/bin
@@ -56,6 +56,10 @@ test-vllm: install
 # On demand: many seeds of a whole cluster on virtual time, under combined faults (tests/simcluster).
 sim: install
 	@$(BIN)/python -m tests.simcluster.run $(ARGS)
+
+# On demand, as root: clusters on several hosts, which are namespaces behind a switch of ours (tests/hosts).
+test-hosts: install
+	$(PYTEST) -s -m "long or not long" tests/hosts $(ARGS)
 
 # On demand: every fault on a live cluster under load (tests/chaos).
 chaos: install

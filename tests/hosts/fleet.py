@@ -21,6 +21,7 @@ from diptych.cluster.launch.ray_cluster import ENVIRONMENT
 
 from tests.support.live import eventually
 from tests.support.ray_token import token_environment
+from tests.support.streams import Streams
 
 from .host import Host, Machines, machines
 
@@ -31,8 +32,13 @@ HTTP_PORT = 8000
 ADMIN_PORT = 8001
 START_S = 180.0
 STOP_S = 30.0
+WHOLE_S = 90.0
 #: A place for sockets and tokens that all hosts see; paths of Ray's sockets must be short.
 SHARED = Path("/run")
+#: Flags of `diptych serve` for small caches.
+SMALL = [
+    words for pool in ("prefill", "decode") for words in ("--set", f"pools.{pool}.engine.kv_mib=64")
+]
 
 
 @dataclass
@@ -102,6 +108,11 @@ class Fleet:
         self.nodes[name] = node
         eventually(lambda: "Ray runtime started" in log.read_text(), 90.0)
 
+    def join_head(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+        """Starts a Ray node for workers on a host."""
+        address = f"{self.head.address}:{GCS_PORT}"
+        self.join(name, "--address", address, "--num-cpus", "4", environment=environment)
+
     def end(self, name: str) -> None:
         """Stops a Ray node as its service manager would."""
         node = self.nodes.pop(name)
@@ -113,8 +124,16 @@ class Fleet:
 
 
 @contextmanager
-def fleet(hosts: tuple[str, ...], *arguments: str, spares: tuple[str, ...] = ()) -> Iterator[Fleet]:
-    """Serves on a head and on `hosts`; `spares` are hosts that run nothing yet."""
+def fleet(
+    hosts: tuple[str, ...],
+    *arguments: str,
+    spares: tuple[str, ...] = (),
+    code: Path | None = None,
+) -> Iterator[Fleet]:
+    """Serves on a head and on `hosts`; `spares` are hosts that run nothing yet.
+
+    The workers import Diptych from the folder `code`, if it is given.
+    """
     with ExitStack() as stack:
         made = stack.enter_context(machines(HEAD, *hosts, *spares))
         folder = Path(tempfile.mkdtemp(prefix="dip", dir=SHARED))
@@ -126,8 +145,11 @@ def fleet(hosts: tuple[str, ...], *arguments: str, spares: tuple[str, ...] = ())
             *("--head", "--port", str(GCS_PORT), "--include-dashboard", "false"),
             *("--num-cpus", "0"),
         )
+        of_workers = environment
+        if code:  # what they imported is seen by its bytecode
+            of_workers = {**environment, "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": ""}
         for name in hosts:
-            running.join(name, "--address", f"{running.head.address}:{GCS_PORT}", "--num-cpus", "4")
+            running.join_head(name, of_workers)
         stack.enter_context(_serving(running, *arguments))
         yield running
 
@@ -195,3 +217,17 @@ def seconds_until(check: Callable[[], Any], limit_s: float) -> float:
     began_at = time.monotonic()
     eventually(check, limit_s, every=0.5)
     return time.monotonic() - began_at
+
+
+def streams_of(running: Fleet) -> Streams:
+    """Returns streams whose right tokens were learnt from the undisturbed fleet."""
+    streams = Streams(running.url, 6, 150)
+    streams.learn()
+    return streams
+
+
+def assert_sound(running: Fleet, streams: Streams) -> None:
+    """Some streams ended, none was wrong, and nothing is held for them."""
+    assert not streams.wrong, streams.wrong[:3]
+    assert streams.ended >= 6
+    eventually(running.is_idle, 60.0, every=1.0)

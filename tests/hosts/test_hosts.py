@@ -1,8 +1,7 @@
-"""Several hosts: the way of KV is named, and no stream is wrong when links or hosts fail."""
+"""Three hosts: one dies, or is replaced by one with newer workers, and no stream is wrong."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import time
@@ -11,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.live import eventually
-from tests.support.streams import Streams
-
-from .fleet import GCS_PORT, Fleet, fleet, raw_tcp_gib_s, seconds_until
-from .host import LinkQuality, missing
+from .fleet import SMALL, WHOLE_S, Fleet, assert_sound, fleet, seconds_until, streams_of
+from .host import missing
 
 pytestmark = [
     pytest.mark.long,
@@ -23,93 +19,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "there are hosts"),
 ]
 ROOT = Path(__file__).parents[2]
-SMALL = [
-    words for pool in ("prefill", "decode") for words in ("--set", f"pools.{pool}.engine.kv_mib=64")
-]
-WHOLE_S = 90.0
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Fleet]:
-    """A head without workers, and two hosts that share two prefill and two decode workers."""
-    with fleet(("one", "two"), "--prefill", "2", "--decode", "2", *SMALL) as running:
-        yield running
-
-
-def streams_of(running: Fleet) -> Streams:
-    streams = Streams(running.url, 6, 150)
-    streams.learn()
-    return streams
-
-
-def assert_sound(running: Fleet, streams: Streams) -> None:
-    assert not streams.wrong, streams.wrong[:3]
-    assert streams.ended >= 6
-    eventually(running.is_idle, 60.0, every=1.0)
-
-
-def test_doctor_names_the_way_between_hosts_and_its_speed(two: Fleet, record_property) -> None:
-    placed = two.hosts_of_workers()
-    assert set(placed.values()) == {"one", "two"}, "Serve spreads the workers over both hosts"
-    done = two.diptych("doctor", "-o", "json")
-    report = json.loads(done.stdout)
-    between = [pair for pair in report["pairs"] if placed[pair["source"]] != placed[pair["sink"]]]
-    assert between, report
-    for pair in between:
-        assert pair["transport"].startswith("nixl") and "tcp" in pair["transport"], pair
-        assert pair["gib_s"] > 0
-    hosts = two.machines.hosts
-    raw = raw_tcp_gib_s(hosts["one"], hosts["two"])
-    best = max(pair["gib_s"] for pair in between)
-    print(f"between hosts: {between[0]['transport']} {best:.2f} GiB/s, raw TCP {raw:.2f} GiB/s")
-    record_property("gib_s", best)
-    record_property("raw_tcp_gib_s", raw)
-
-
-@pytest.mark.parametrize(
-    "quality",
-    [
-        LinkQuality(delay_s=0.02, bytes_s=4e6),
-        LinkQuality(loss=0.03),
-        LinkQuality(delay_s=0.05, loss=0.01, bytes_s=2e7),
-    ],
-    ids=["slow", "lossy", "far and lossy"],
-)
-def test_bad_links_cost_time_and_no_token(two: Fleet, quality: LinkQuality) -> None:
-    streams = streams_of(two)
-    with streams.running():
-        time.sleep(2.0)
-        two.machines.link("one", "two", quality)
-        time.sleep(15.0)
-        two.machines.heal()
-        whole_s = seconds_until(two.is_whole, WHOLE_S)
-    print(f"{quality}: longest gap {streams.longest_s:.1f} s, whole again after {whole_s:.1f} s")
-    assert_sound(two, streams)
-
-
-@pytest.mark.parametrize("cut_s", [1.0, 8.0])
-def test_a_cut_link_is_gone_round_and_used_again(two: Fleet, cut_s: float) -> None:
-    streams = streams_of(two)
-    with streams.running():
-        time.sleep(2.0)
-        two.machines.link("one", "two", LinkQuality(is_up=False))
-        time.sleep(cut_s)
-        two.machines.heal()
-        whole_s = seconds_until(two.is_whole, WHOLE_S)
-    print(f"cut for {cut_s} s: longest gap {streams.longest_s:.1f} s, whole after {whole_s:.1f} s")
-    assert_sound(two, streams)
-
-
-def test_a_host_that_is_cut_off_is_done_without_and_comes_back(two: Fleet) -> None:
-    streams = streams_of(two)
-    with streams.running():
-        time.sleep(2.0)
-        two.machines.isolate("two")
-        time.sleep(6.0)
-        two.machines.heal()
-        whole_s = seconds_until(two.is_whole, WHOLE_S)
-    print(f"cut off: longest gap {streams.longest_s:.1f} s, whole after {whole_s:.1f} s")
-    assert_sound(two, streams)
 
 
 def test_a_dead_hosts_streams_go_on_elsewhere() -> None:
@@ -155,26 +64,43 @@ def previous_commit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder.rmdir()
 
 
+def pools_on(host: str, running: Fleet) -> set[str]:
+    """Returns the pools that have a worker on a host."""
+    placed = running.hosts_of_workers().items()
+    return {worker.partition("/")[0] for worker, its_host in placed if its_host == host}
+
+
+def scale_until_both_pools_are_on_the_new_host(running: Fleet) -> None:
+    """Adds workers until Serve, which spreads them as it likes, has placed one of each pool there."""
+    for size in range(2, 6):
+        lacking = {"prefill", "decode"} - pools_on("new", running)
+        wanted = [f"{pool}={size}" for pool in sorted(lacking)]
+        if wanted:
+            done = running.diptych("scale", *wanted, "--wait")
+            assert done.returncode == 0, done.stdout + done.stderr
+    assert pools_on("new", running) == {"prefill", "decode"}, running.hosts_of_workers()
+
+
 def test_a_host_with_newer_workers_replaces_one_with_older_ones(previous_commit: Path) -> None:
     arguments = ("--prefill", "1", "--decode", "1", *SMALL)
-    with fleet((), *arguments, spares=("old", "new")) as running:  # see `join`
-        address = f"{running.head.address}:{GCS_PORT}"
-        older = {**running.environment, "PYTHONPATH": str(previous_commit)}
-        running.join("old", "--address", address, "--num-cpus", "4", environment=older)
-        eventually(running.is_whole, 120.0, every=1.0)
+    with fleet(("old",), *arguments, spares=("new",), code=previous_commit) as running:
         assert set(running.hosts_of_workers().values()) == {"old"}
+        assert list(previous_commit.glob("diptych/decode_worker/__pycache__/*.pyc"))
         streams = streams_of(running)
         with streams.running():
-            running.join("new", "--address", address, "--num-cpus", "4")
-            assert running.diptych("scale", "prefill=2", "decode=2", "--wait").returncode == 0
+            running.join_head("new")
+            scale_until_both_pools_are_on_the_new_host(running)
             for worker, host in running.hosts_of_workers().items():
                 if host == "old":
                     done = running.diptych("drain", worker, "--hand-over")
                     assert done.returncode == 0, done.stdout + done.stderr
             time.sleep(3.0)
             running.end("old")
-            seconds_until(
-                lambda: set(running.hosts_of_workers().values()) == {"new"} and running.is_whole(),
-                WHOLE_S,
-            )
+
+            def is_replaced() -> bool:
+                hosts = set(running.hosts_of_workers().values())
+                return hosts == {"new"} and running.is_whole()
+
+            whole_s = seconds_until(is_replaced, WHOLE_S)
+        print(f"replaced: longest gap {streams.longest_s:.1f} s, whole after {whole_s:.1f} s")
         assert_sound(running, streams)

@@ -23,7 +23,10 @@ class TicketTimeouts:
     """
 
     total_s: float = 30.0  #: From the offer until everything has arrived.
-    idle_s: float = 1.0  #: Silence before a `QueryMessage`.
+    idle_s: float = 1.0  #: Silence before a `QueryMessage`, and between two of them.
+    #: A transfer fails when so many queries in a row have met nothing but silence: the link is cut,
+    #: or the sender is frozen.
+    queries_limit: int = 3
     resend_s: float = 0.2  #: Between two `StopMessage`s.
     quarantine_s: float = 10.0  #: From the failure until the tiles count as quarantined.
     offer_s: float = 20.0  #: A sender waits this long for the offer.

@@ -12,7 +12,8 @@ prefix: it comes unexpected, and the sender's owner is told by `PrefixRequested`
 Receiver:
     RESERVED     `OfferTiles` has reserved tiles and sent them to the sender.
                  Every chunk verified, and `FinishMessage` there: `TilesArrived`, the ticket ends.
-                 Cancelled, timed out, bad checksum, failed sender, lost peer: `TransferFailed`.
+                 Cancelled, timed out, bad checksum, failed sender, lost or silent peer:
+                 `TransferFailed`.
     ABORTING     The transfer has failed; `StopMessage` is repeated until the sender has stopped.
                  `StoppedMessage`, `FailedMessage` or a dead peer's fence: `BlocksFreed`, it ends.
     QUARANTINED  None of these came in time. The tiles stay reserved until one of the three comes.
@@ -29,6 +30,7 @@ transport, so a write counts as under way from when it is admitted, before it ca
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -97,6 +99,9 @@ class ReceivingTicket:
     offer: OfferMessage  #: What was sent to it, with the reserved tiles.
     phase_began_s: float  #: When the offer was sent; from the failure on, when that was.
     last_activity_s: float  #: When a message last came from the sender, or went to it.
+    unanswered_queries: int = (
+        0  #: Queries in a row after which nothing came from the sender's agent.
+    )
     state: ReceivingState = ReceivingState.RESERVED
     chunks: dict[int, ChunkMessage] = field(default_factory=dict)  #: By chunk number.
     verified_chunks: set[int] = field(default_factory=set)  #: Numbers of those that hold.
@@ -148,6 +153,8 @@ class TicketReceiver:
         #: Number of the last offer. It goes into checksums, so that bytes for an earlier offer of
         #: the same ticket id do not pass.
         self.generation = 0
+        #: When each agent last sent a message about any ticket, in seconds of the caller's clock.
+        self._last_heard_s: dict[str, float] = {}
 
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverAction]:
         """Takes an event in; returns what the caller must carry out, in this order.
@@ -159,6 +166,7 @@ class TicketReceiver:
             case OfferTiles():
                 return self._offer(event, now)
             case MessageReceived(peer, message):
+                self._last_heard_s[peer] = now
                 ticket = self.tickets.get(message.ticket_id)
                 if ticket is None or ticket.peer != peer:
                     return []
@@ -174,9 +182,11 @@ class TicketReceiver:
                     return []
                 return self._fail_and_stop(ticket, reason, now)
             case PeerWentDown(peer):
+                self._last_heard_s.pop(peer, None)
                 tickets = self._tickets_with(peer)
                 return _joined(self._fail_and_stop(ticket, "peer_lost", now) for ticket in tickets)
             case PeerFenced(peer):
+                self._last_heard_s.pop(peer, None)
                 tickets = self._tickets_with(peer)
                 return _joined(self._fail_and_free(ticket, "peer_lost", now) for ticket in tickets)
             case TicketTick():
@@ -325,6 +335,12 @@ class TicketReceiver:
                 return self._fail_and_stop(ticket, "timeout", now)
             if silent_s <= timeouts.idle_s:
                 return []
+            # Messages queue up behind data that is on its way, so those of other tickets count too.
+            if self._last_heard_s.get(ticket.peer, -math.inf) >= ticket.last_activity_s:
+                ticket.unanswered_queries = 0
+            if ticket.unanswered_queries == timeouts.queries_limit:
+                return self._fail_and_stop(ticket, "silent", now)
+            ticket.unanswered_queries += 1
             ticket.last_activity_s = now
             query = QueryMessage(ticket.ticket_id, begun=bool(ticket.chunks))
             return [SendMessage(ticket.peer, query)]

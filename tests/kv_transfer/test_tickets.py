@@ -231,6 +231,37 @@ def test_progress_quiets_the_sink_for_another_while():
     assert end.handle(t.TicketTick(), 3.1) == [t.SendMessage(P, m.QueryMessage(X))]
 
 
+def test_a_source_that_answers_no_query_breaks_the_ticket():
+    end = sink()
+    for asked_at in (1.1, 2.2, 3.3):
+        assert end.handle(t.TicketTick(), asked_at) == [t.SendMessage(P, m.QueryMessage(X))]
+    assert end.handle(t.TicketTick(), 4.2) == []
+    silent = [t.TransferFailed(X, "silent"), t.SendMessage(P, STOP)]
+    assert end.handle(t.TicketTick(), 4.4) == silent
+
+
+def test_an_answer_makes_up_for_queries_without_one():
+    end = sink()
+    for asked_at in (1.1, 2.2, 3.3):
+        end.handle(t.TicketTick(), asked_at)
+    note(end, m.ProgressMessage(X), 3.5)
+    for asked_at in (4.6, 5.7, 6.8):
+        assert end.handle(t.TicketTick(), asked_at) == [t.SendMessage(P, m.QueryMessage(X))]
+
+
+def test_a_source_that_is_busy_with_other_tickets_is_not_silent():
+    end = sink()
+    for asked_at in (1.1, 2.2, 3.3, 4.4, 5.5, 6.6):
+        assert end.handle(t.TicketTick(), asked_at) == [t.SendMessage(P, m.QueryMessage(X))]
+        note(end, m.ProgressMessage("another#0"), asked_at + 0.1)
+
+
+def test_a_sink_that_was_frozen_asks_before_it_gives_up():
+    end = sink()
+    assert end.handle(t.TicketTick(), 20.0) == [t.SendMessage(P, m.QueryMessage(X))]
+    assert note(end, m.ProgressMessage(X), 20.1) == []
+
+
 def test_a_source_that_never_saw_the_offer_gets_it_again():
     assert note(sink(), m.UnknownTicketMessage(X)) == [
         t.SendMessage(P, m.OfferMessage(X, 1, 0, [7, 8, 9]))

@@ -27,6 +27,7 @@ from . import http, rpc
 from .cluster_operations import ClusterOperations
 from .model_control import ModelControl, SharedPlanning
 from .model_orders import ModelOrders
+from .serve_watch import ServeWatch, ask_serve_controller, end_serve_controller
 
 GRPC_STOP_S = 1.0  #: For open gRPC calls to end when Control stops.
 END_LIMIT_S = 5.0  #: For everything to end at SIGTERM.
@@ -54,6 +55,8 @@ class Control:
         self._model_orders = ModelOrders(self._config, self._operations)
         self._watch = ModelWatch(find_models, self._add, self._take_away, with_leaving=True)
         await self._watch.start()
+        serve_watch = ServeWatch(ask_serve_controller, end_serve_controller)
+        self._serve_watching = asyncio.create_task(serve_watch.run())
 
         # The address is for the list of what Prometheus scrapes.
         application = http.build(self._operations, self._model_orders, self._metrics.address)
@@ -80,6 +83,7 @@ class Control:
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
+        self._serve_watching.cancel()
         await self._watch.stop()
         await self._model_orders.stop()
         await asyncio.gather(

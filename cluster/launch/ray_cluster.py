@@ -37,6 +37,10 @@ ENVIRONMENT = {
     # Ray's periodic work is done less often than by default, or never (task events at 0, and
     # metrics): it takes CPU from the engines.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+    # Serve replaces its HTTP proxy after three failed checks. With its own period and limit of 10 s a
+    # dead proxy was missed for 28 s, and one that hangs after SIGTERM for 45 s.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "4",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",

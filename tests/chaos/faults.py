@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
+import struct
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +38,9 @@ OWN_FOLDERS = (
 #: The control groups of memory, where a cluster can have one of its own with a limit.
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 MEMORY_STEP_BYTES = 16 << 20  #: by which a limit is lowered until nothing more can be reclaimed
-CLOCK_LIBRARY = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")  #: Debian's `faketime`
-CLOCK_FILE = "clock"  #: in the run's folder: by how much the cluster's clocks are wrong
+CLOCK_SOURCE = Path(__file__).parent / "clock.c"
+CLOCK_LIBRARY = "clock.so"  #: in the run's folder: what `CLOCK_SOURCE` is compiled to
+CLOCK_FILE = "clock"  #: in the run's folder: by how many seconds the cluster's clocks are wrong
 CLOCK_STEP_S = 3600
 
 
@@ -51,15 +55,13 @@ class Variant:
         """Returns the command that starts `diptych serve`, which is behind it."""
         own_folders = OWN_FOLDERS if os.geteuid() == 0 else ()
         if self.name == "clock":
+            library = folder.absolute() / CLOCK_LIBRARY
+            compiled = ["gcc", "-O2", "-shared", "-fPIC", "-o", str(library), str(CLOCK_SOURCE)]
+            subprocess.run([*compiled, "-ldl"], check=True)
             clock_file = folder.absolute() / CLOCK_FILE
-            clock_file.write_text("+0\n")
-            faked = {
-                "LD_PRELOAD": str(CLOCK_LIBRARY),
-                "FAKETIME_TIMESTAMP_FILE": str(clock_file),
-                "FAKETIME_CACHE_DURATION": "1",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            }
-            return (*own_folders, "env", *(f"{key}={value}" for key, value in faked.items()))
+            _set_clock(clock_file, 0)
+            environment = (f"LD_PRELOAD={library}", f"WRONG_CLOCK_FILE={clock_file}")
+            return (*own_folders, "env", *environment)
         if self.name == "memory":
             group = memory_group()
             group.mkdir(exist_ok=True)
@@ -69,8 +71,8 @@ class Variant:
 
     def missing(self) -> str:
         """Returns what this machine lacks for it; empty: nothing."""
-        if self.name == "clock" and not CLOCK_LIBRARY.exists():
-            return "there is no libfaketime: apt-get install faketime"
+        if self.name == "clock" and not shutil.which("gcc"):
+            return "there is no gcc"
         limit = MEMORY_GROUPS / "memory.limit_in_bytes"
         if self.name == "memory" and (os.geteuid() != 0 or not limit.exists()):
             return f"only root with {MEMORY_GROUPS} can limit the cluster's memory"
@@ -157,6 +159,7 @@ _RAY = {
     "dashboard agent": _of_ray("ray::DashboardAgent"),
 }
 _ALL = {**_PARTS, **_RAY}
+_serve_proxy = _of_ray("ray::ProxyActor")
 FAULTS = (
     Fault(UNDISTURBED, ()),
     *(Fault(f"KILL {name}", (find,)) for name, find in _PARTS.items()),
@@ -188,7 +191,15 @@ FAULTS = (
         )
         for step_s in (CLOCK_STEP_S, -CLOCK_STEP_S)
     ),
-    Fault("KILL Serve proxy", (_of_ray("ray::ProxyActor"),), variant=PROXIES),
+    Fault("KILL Serve proxy", (_serve_proxy,), variant=PROXIES),
+    Fault("TERM Serve proxy", (_serve_proxy,), signal.SIGTERM, variant=PROXIES),
+    Fault(
+        f"STOP Serve proxy {STOPPED_S:g} s",
+        (_serve_proxy,),
+        signal.SIGSTOP,
+        replaces=False,
+        variant=PROXIES,
+    ),
 )
 
 
@@ -212,6 +223,8 @@ def inject(
         _fill(Path(f"/proc/{live.process.pid}/root{fault.fills}"))
     if fault.clock_step_s:
         _set_clock(folder / CLOCK_FILE, fault.clock_step_s)
+        time.sleep(STOPPED_S)
+        _set_clock(folder / CLOCK_FILE, 0)
     if fault.limits_memory:
         _limit_memory(memory_group() / "memory.limit_in_bytes")
     return victims
@@ -236,10 +249,12 @@ def _fill(folder: Path) -> None:
 
 
 def _set_clock(file: Path, step_s: int) -> None:
-    """Lets the cluster's clocks be wrong by so much for `STOPPED_S`."""
-    file.write_text(f"{step_s:+d}\n")
-    time.sleep(STOPPED_S)
-    file.write_text("+0\n")
+    """Lets the wall clocks of the cluster's processes be wrong by so much, from now on.
+
+    The processes have mapped the file, so it is written in place.
+    """
+    with file.open("r+b" if file.exists() else "w+b") as clock:
+        clock.write(struct.pack("q", step_s))
 
 
 def _limit_memory(limit: Path) -> None:

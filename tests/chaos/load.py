@@ -22,7 +22,7 @@ from diptych.protos.inference_pb2_grpc import InferenceStub
 
 TRY_AGAIN_S = 60.0  #: A client that is cut off, or told to come back, tries for so long.
 PAUSE_S = 0.25  #: Between two tries.
-RETRYABLE = {409, 429, 502, 503}  #: Statuses after which the same request may be sent again.
+RETRYABLE = {408, 409, 429, 502, 503}  #: Statuses after which the same request may be sent again.
 QUESTION = [{"role": "user", "content": "What is prefill?"}]
 
 #: Pieces of answers: (number of the answer, text). The tokens' logprobs are an answer of their own,

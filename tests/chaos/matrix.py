@@ -22,6 +22,10 @@ undisturbed cluster, byte for byte. Last run on {day}:
 **Of {requests:,} requests under {faults} faults {wrong} got a wrong answer, and {failed} got none.**
 
 - *KILL*, *TERM* and *STOP* are the signals. A stopped process goes on after 5 s, and a full folder has room again.
+- *No more memory*: for 5 s the cluster has what it uses without caches, and the kernel ends whoever asks for more.
+- *Clock*: for 5 s the wall clock of every process is an hour ahead or behind.
+- The *Serve proxy* is in front of the gateways where `gateway.listen` is `serve`; in all other rows they listen
+  themselves. The planner is a part of Control.
 - A process is drawn by seed where there are several of its kind.
 - *Cut off* are requests whose connection broke, or that got an error that says to come back: the client sent them
   again under the same request id, and they were answered. *Failed* are those without an answer after 60 s of trying.
@@ -40,8 +44,9 @@ NOTES = """
 - The clients of a gateway that is stopped wait for it: nobody else has their connections.
 - A prefill worker that is stopped fails the transfers that it had begun. Their requests go on at once; the status is
   degraded for a minute, as an operator should look at it.
-- Serve's controller is Ray's: after SIGTERM it neither answers nor ends for most of a minute. The cluster serves; the
-  status says that lost replicas stay lost until then.
+- Serve's controller is Ray's: after SIGTERM it neither answers nor ends for most of a minute. Control ends it when it
+  has been silent for 10 s; meanwhile the cluster serves, and the status says that lost replicas stay lost.
+- There is one Serve proxy on a node, and Serve replaces it after three failed checks, a second apart.
 - Where *whole again* is more than a minute, several transfers had failed otherwise than with their worker's connection:
   they count for a minute.
 """

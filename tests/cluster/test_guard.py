@@ -136,6 +136,21 @@ def test_a_body_that_dribbles_is_cut_off_and_one_in_time_is_not() -> None:
     run(test)
 
 
+def test_a_body_whose_proxy_is_lost_may_be_sent_again() -> None:
+    async def test() -> None:
+        site = Site()
+
+        async def lose() -> AsyncIterator[bytes]:
+            yield b"{"
+            raise RuntimeError("the actor died")  # the test's client passes it on as it comes
+
+        lost = await site.post(content=lose())
+        assert (lost.status_code, lost.json()["error"]["code"]) == (503, "no_capacity")
+        assert "retry-after" in lost.headers
+
+    run(test)
+
+
 def test_the_time_of_a_body_does_not_bound_its_answer() -> None:
     async def test() -> None:
         site = Site(body_s=0.02)

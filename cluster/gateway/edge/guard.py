@@ -7,6 +7,7 @@ body that ends in time, or gets an error when it reads.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
 
@@ -19,6 +20,8 @@ from ..errors import ApiError
 from .browsers import BrowserPolicy
 from .keys import AccessControl, ApiKey
 from .sse import BODY_MAX
+
+log = logging.getLogger(__name__)
 
 #: For probes, and for people with a browser: both have no keys.
 UNGUARDED_PATHS = {"/health", "/ready", "/ping", "/docs"}
@@ -101,6 +104,8 @@ class RequestGuard:
 def _with_body_timeout(receive: Receive, timeout_s: float) -> Receive:
     """Return `receive`, which raises ApiError when the body is not complete after `timeout_s`.
 
+    It does so, too, when who brings the body is lost: what Serve's own `receive` raises then.
+
     Once the body is complete, what comes (that the client left) may take any time. The error
     comes once; what is received after it has no limit.
     """
@@ -117,6 +122,10 @@ def _with_body_timeout(receive: Receive, timeout_s: float) -> Receive:
         except TimeoutError:
             body_deadline_s = None
             raise ApiError("slow_body", f"the body did not come in {timeout_s:g} s") from None
+        except Exception as error:  # of Ray's, where a proxy of Serve's brings the body
+            body_deadline_s = None
+            log.warning("the proxy was lost while a body came: %s", error)
+            raise ApiError("no_capacity", "the proxy was lost while the body came") from None
         if not message.get("more_body"):
             body_deadline_s = None
         return message

@@ -29,11 +29,12 @@ class RouterLink:
     """Keeps a connection to the router.
 
     `find_router` returns the router's "host:port". `identity` is what this process proves to the
-    router. A router that sends nothing for `silence_s` is given up. `on_connected` is called for
-    each new connection, before its first frame. `on_frame` is called for each frame but heartbeats
-    and the directory of a replaced router. `on_lost` is called when a connection has ended, with
-    the seconds since the router's last frame. All are called on the loop that runs `run`; if one of
-    the first two raises, the error is logged and the link connects again.
+    router. A router that sends nothing for `silence_s` is given up; one with which there was
+    traffic a moment ago, for `busy_silence_s` if that is given. `on_connected` is called for each
+    new connection, before its first frame. `on_frame` is called for each frame but heartbeats and
+    the directory of a replaced router. `on_lost` is called when a connection has ended, with the
+    seconds since the router's last frame. All are called on the loop that runs `run`; if one of the
+    first two raises, the error is logged and the link connects again.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RouterLink:
         on_connected: Callable[[], None],
         on_frame: Callable[[Any], None],
         on_lost: Callable[[float], None] = lambda _: None,
+        busy_silence_s: float | None = None,
     ) -> None:
         self._find_router = find_router
         self._identity = identity
@@ -51,6 +53,7 @@ class RouterLink:
         self._on_connected = on_connected
         self._on_frame = on_frame
         self._on_lost = on_lost
+        self._busy_silence_s = busy_silence_s
         self._connection: FrameConnection | None = None
         self.term = 0  #: The highest term of a router so far; 0: none was heard of.
 
@@ -89,6 +92,8 @@ class RouterLink:
             address = await self._find_router()
         connection = await dial(address, self._identity, frames.FramesFromRouter, "router")
         self._connection = connection
+        if self._busy_silence_s is not None:
+            connection.on_suspected = lambda: self._close_if_silent(connection)
         self._on_connected()
         async with aclosing(connection.frames(self._silence_s)) as received:
             async for frame in received:
@@ -98,3 +103,16 @@ class RouterLink:
                         return
                     self.term = frame.term
                 self._on_frame(frame)
+
+    def _close_if_silent(self, connection: FrameConnection) -> None:
+        """Close a connection whose router may be frozen, once it was silent for long enough."""
+        assert self._busy_silence_s is not None  # for the type checker: else nobody asks
+        if connection.closed or not connection.suspected:
+            return
+        remaining_s = self._busy_silence_s - connection.silent_s
+        if remaining_s > 0.0:  # it may have spoken, which is noticed a moment later
+            loop = asyncio.get_running_loop()
+            loop.call_later(remaining_s, self._close_if_silent, connection)
+            return
+        log.warning("the router was silent for %.1f s: connection closed", connection.silent_s)
+        connection.abort()

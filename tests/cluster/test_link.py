@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
+import pytest
+from diptych.cluster.wire import connection as connection_module
 from diptych.cluster.wire.connection import FrameConnection, FrameListener
 from diptych.cluster.wire.router_link import RouterLink
 from diptych.protos import frames as f
@@ -55,3 +58,48 @@ async def test_an_older_router_is_told_that_it_is_obsolete_and_is_left() -> None
 
     async with asyncio.timeout(20):
         await test()
+
+
+@pytest.mark.parametrize("speaks_again", [False, True])
+async def test_a_busy_router_that_falls_silent_is_given_up_before_an_idle_one(
+    monkeypatch: pytest.MonkeyPatch, speaks_again: bool
+) -> None:
+    monkeypatch.setattr(connection_module, "SUSPECT_AFTER_S", 0.3)
+    lost = asyncio.Event()
+    silent = asyncio.Event()
+
+    async def serve(peer: FrameConnection, _: f.Hello) -> None:
+        peer.send(f.WorkerDirectory(1, []))  # the traffic; no heartbeat follows
+        await peer.receive()
+        if speaks_again:
+            await asyncio.sleep(0.5)
+            peer.send(f.Heartbeat())
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                async for _ in peer.frames(60.0):
+                    pass
+        await silent.wait()
+
+    listener = FrameListener("s", f.FramesToRouter, serve)
+    address = await listener.start("127.0.0.1")
+
+    async def find() -> str:
+        return address
+
+    link = RouterLink(
+        find,
+        PeerIdentity("g", "gateway", "s"),
+        60.0,
+        lambda: None,
+        lambda _: None,
+        on_lost=lambda _: lost.set(),
+        busy_silence_s=1.0,
+    )
+    running = asyncio.ensure_future(link.run())
+    if speaks_again:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(lost.wait(), 2.0)
+        assert link.connected
+    else:
+        await asyncio.wait_for(lost.wait(), 20.0)
+    silent.set()
+    running.cancel()

@@ -187,6 +187,7 @@ class Plane:
             on_connected=self._router_joined,
             on_frame=self._router_said,
             on_lost=self._router_lost,
+            busy_silence_s=FALLBACK_AFTER_S,  # while attempts are placed, they go on at once then
         )
         #: Runs out when the last router has been away for `FALLBACK_AFTER_S`.
         self._fallback_timer: asyncio.TimerHandle | None = None

@@ -2,7 +2,8 @@
 
 `tickets` has the two state machines. A receiver takes `ReceiverEvent`s and returns
 `ReceiverAction`s; a sender takes `SenderEvent`s and returns `SenderAction`s. All of them belong to
-one rank, and count in tiles; the same verbs for a whole worker, in blocks, are in `commands`.
+one rank, and count in tiles, the unit that both ends share (`slices`); the same verbs for a whole
+worker, in blocks, are in `commands`, and some actions are taken from there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .messages import AnyMessage, ChunkMessage
 
 @dataclass(frozen=True, slots=True)
 class TicketTimeouts:
-    """Waits in seconds, and how much is remembered of tickets that have ended.
+    """Waits in seconds, and other limits.
 
     `total_s` includes the time in which the sender computes the prompt. The waits are so long that
     only a peer in trouble exceeds them.

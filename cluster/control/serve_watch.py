@@ -9,16 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from enum import Enum
 
 from ..applications import serve_controller
 
 log = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0  #: From an answer to the next question.
-SILENCE_LIMIT_S = (
-    10.0  #: For an answer. A controller that is stopped or busy may take some seconds.
-)
+#: For an answer. A controller that is stopped or busy may take some seconds.
+SILENCE_LIMIT_S = 10.0
 RESTART_LIMIT_S = 60.0  #: For a new controller to come up, on a machine that is overloaded.
+
+
+class Reply(Enum):
+    """What a question to the controller has met."""
+
+    ANSWER = "answer"
+    ERROR = "error"
+    SILENCE = "silence"
 
 
 class ServeWatch:
@@ -48,22 +56,24 @@ class ServeWatch:
         limit_s = self._silence_limit_s
         while True:
             await asyncio.sleep(self._interval_s)
-            if await self._is_silent(limit_s):
-                await self._end_it(limit_s)
-                limit_s = self._restart_limit_s
-            else:
-                limit_s = self._silence_limit_s
+            match await self._ask_once(limit_s):
+                case Reply.ANSWER:
+                    limit_s = self._silence_limit_s
+                case Reply.ERROR:
+                    pass  # Ray knows that it has ended, and starts another
+                case Reply.SILENCE:
+                    await self._end_it(limit_s)
+                    limit_s = self._restart_limit_s
 
-    async def _is_silent(self, limit_s: float) -> bool:
-        """Ask, and return whether there was neither an answer nor an error within `limit_s`."""
-        asking = asyncio.ensure_future(self._ask())
+    async def _ask_once(self, limit_s: float) -> Reply:
+        """Ask, and return what came within `limit_s`."""
         try:
-            done, _ = await asyncio.wait([asking], timeout=limit_s)
-            if done:
-                asking.exception()  # of one that has ended: Ray replaces it
-            return not done
-        finally:
-            asking.cancel()
+            async with asyncio.timeout(limit_s) as limit:
+                await self._ask()
+        except Exception:
+            # Ray has timeouts of its own: only that of the limit is silence.
+            return Reply.SILENCE if limit.expired() else Reply.ERROR
+        return Reply.ANSWER
 
     async def _end_it(self, silence_s: float) -> None:
         log.warning("Serve's controller was silent for %.0f s: ending it", silence_s)

@@ -33,8 +33,8 @@ class RouterLink:
     traffic a moment ago, for `busy_silence_s` if that is given. `on_connected` is called for each
     new connection, before its first frame. `on_frame` is called for each frame but heartbeats and
     the directory of a replaced router. `on_lost` is called when a connection has ended, with the
-    seconds since the router's last frame. All are called on the loop that runs `run`; if one of the
-    first two raises, the error is logged and the link connects again.
+    seconds since the router's last frame; it must not raise. All are called on the loop that runs
+    `run`; if `on_connected` or `on_frame` raises, the error is logged and the link connects again.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class RouterLink:
             try:
                 await self._run_connection()
             except (OSError, TimeoutError) as error:
-                log.info("no router yet: %s", error or type(error).__name__)
+                log.info("no connection to the router: %s", str(error) or type(error).__name__)
             # Errors of Ray Serve, which finds the router, or of a callback: the link outlives them.
             except Exception:
                 log.exception("the link to the router failed")
@@ -94,7 +94,11 @@ class RouterLink:
         self._connection = connection
         if self._busy_silence_s is not None:
             connection.on_suspected = lambda: self._close_if_silent(connection)
-        self._on_connected()
+        try:
+            self._on_connected()
+        except BaseException:
+            connection.abort()
+            raise
         async with aclosing(connection.frames(self._silence_s)) as received:
             async for frame in received:
                 if isinstance(frame, frames.WorkerDirectory):
@@ -110,7 +114,7 @@ class RouterLink:
         if connection.closed or not connection.suspected:
             return
         remaining_s = self._busy_silence_s - connection.silent_s
-        if remaining_s > 0.0:  # it may have spoken, which is noticed a moment later
+        if remaining_s > 0.0:  # not long enough yet; or it spoke, and is suspected a moment longer
             loop = asyncio.get_running_loop()
             loop.call_later(remaining_s, self._close_if_silent, connection)
             return

@@ -2,8 +2,8 @@
 
    The file WRONG_CLOCK_FILE holds by how many seconds, as one 64-bit integer. All processes have it
    mapped, so that a write there sets all their clocks at once. Clocks that count from the start of
-   the machine stay right. Deadlines on the wall clock that go to the kernel are given back what was
-   added, because the kernel's clock is not wrong. */
+   the machine stay right. The kernel's clock is not wrong, so what was added is taken off again from
+   the deadlines of the three calls at the end; other waits for a time of day are not corrected. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -62,10 +62,10 @@ time_t time(time_t *seconds) {
 }
 
 /* The deadline as the kernel's clock has it. One that counts from the start of the machine is much
-   smaller than any date of this century, and is left alone. */
+   smaller than any date of this century, and "for ever" much larger: both are left alone. */
 static struct timespec of_kernel(const struct timespec *deadline) {
     struct timespec moved = *deadline;
-    if (moved.tv_sec > 1000000000)
+    if (moved.tv_sec > 1000000000LL && moved.tv_sec < 1LL << 40)
         moved.tv_sec -= *wrong_by;
     return moved;
 }
@@ -75,6 +75,8 @@ int pthread_cond_timedwait(pthread_cond_t *restrict condition, pthread_mutex_t *
     static __typeof__(&pthread_cond_timedwait) real;
     if (!real) /* dlsym alone would find the one of 1999, whose conditions are smaller */
         real = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+    if (!real) /* only old architectures have two */
+        real = REAL(pthread_cond_timedwait);
     struct timespec moved = of_kernel(deadline);
     return real(condition, mutex, &moved);
 }

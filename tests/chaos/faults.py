@@ -48,11 +48,15 @@ CLOCK_STEP_S = 3600
 class Variant:
     """A way to start the cluster that some faults need."""
 
-    name: str  #: Empty: as all other faults need it.
+    name: str  #: Empty: the plain start, which most faults need.
     arguments: tuple[str, ...] = ()  #: of `diptych serve`
 
     def prefix(self, folder: Path) -> tuple[str, ...]:
-        """Returns the command that starts `diptych serve`, which is behind it."""
+        """Returns the words to put before `diptych serve`.
+
+        What they need is made here: the library of the clock in the run's `folder`, or the control
+        group of the memory. The folder must not be below /tmp, which the cluster does not see.
+        """
         own_folders = OWN_FOLDERS if os.geteuid() == 0 else ()
         if self.name == "clock":
             library = folder.absolute() / CLOCK_LIBRARY
@@ -65,7 +69,7 @@ class Variant:
         if self.name == "memory":
             group = memory_group()
             group.mkdir(exist_ok=True)
-            joined = f'echo $$ > {group}/cgroup.procs; exec "$@"'
+            joined = f'echo $$ > {group}/cgroup.procs && exec "$@"'
             return ("sh", "-c", joined, "sh", *own_folders)
         return own_folders
 
@@ -216,15 +220,19 @@ def inject(
     for victim in victims:
         os.kill(victim, fault.signal)
     if fault.signal == signal.SIGSTOP:
-        time.sleep(STOPPED_S)
-        for victim in victims:
-            _continue(victim)
+        try:
+            time.sleep(STOPPED_S)
+        finally:
+            for victim in victims:
+                _continue(victim)
     if fault.fills:
         _fill(Path(f"/proc/{live.process.pid}/root{fault.fills}"))
     if fault.clock_step_s:
         _set_clock(folder / CLOCK_FILE, fault.clock_step_s)
-        time.sleep(STOPPED_S)
-        _set_clock(folder / CLOCK_FILE, 0)
+        try:
+            time.sleep(STOPPED_S)
+        finally:
+            _set_clock(folder / CLOCK_FILE, 0)
     if fault.limits_memory:
         _limit_memory(memory_group() / "memory.limit_in_bytes")
     return victims
@@ -263,12 +271,16 @@ def _limit_memory(limit: Path) -> None:
     Whoever then needs more has the kernel end the largest process of the cluster.
     """
     usage = int((limit.parent / "memory.usage_in_bytes").read_text())
+    unlimited = int(limit.read_text())
     with contextlib.suppress(OSError):  # nothing more can be reclaimed
         while usage > 0:
             limit.write_text(str(usage))
             usage -= MEMORY_STEP_BYTES
-    time.sleep(STOPPED_S)
-    limit.write_text("-1")
+    assert int(limit.read_text()) < unlimited, "the limit could not be set"
+    try:
+        time.sleep(STOPPED_S)
+    finally:
+        limit.write_text("-1")
 
 
 def _continue(process: int) -> None:

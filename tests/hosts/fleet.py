@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from tests.support.live import eventually
 from tests.support.ray_token import token_environment
 from tests.support.streams import Streams
 
-from .host import Host, Machines, machines
+from .host import Host, Machines, end, machines
 
 BIN = Path(sys.executable).parent
 HEAD = "head"
@@ -33,7 +32,9 @@ ADMIN_PORT = 8001
 START_S = 180.0
 STOP_S = 30.0
 WHOLE_S = 90.0
-#: A place for sockets and tokens that all hosts see; paths of Ray's sockets must be short.
+STREAMS = 6  #: How many answers are streamed at a time.
+ANSWER_TOKENS = 150
+#: Where the folder for tokens and logs is made, which all hosts see.
 SHARED = Path("/run")
 #: Flags of `diptych serve` for small caches.
 SMALL = [
@@ -66,7 +67,7 @@ class Fleet:
         return self.head.run(*command, timeout_s=timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """Returns the cluster's status; empty while Control does not answer."""
+        """Returns the cluster's status; empty where Control does not answer the command."""
         done = self.diptych("status", "-o", "json")
         found: dict[str, Any] = json.loads(done.stdout) if done.stdout.startswith("{") else {}
         return found
@@ -108,19 +109,14 @@ class Fleet:
         self.nodes[name] = node
         eventually(lambda: "Ray runtime started" in log.read_text(), 90.0)
 
-    def join_head(self, name: str, environment: Mapping[str, str] | None = None) -> None:
+    def join_for_workers(self, name: str, environment: Mapping[str, str] | None = None) -> None:
         """Starts a Ray node for workers on a host."""
         address = f"{self.head.address}:{GCS_PORT}"
         self.join(name, "--address", address, "--num-cpus", "4", environment=environment)
 
     def end(self, name: str) -> None:
         """Stops a Ray node as its service manager would."""
-        node = self.nodes.pop(name)
-        os.killpg(node.pid, signal.SIGTERM)
-        try:
-            node.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(node.pid, signal.SIGKILL)
+        end(self.nodes.pop(name), signal.SIGTERM, STOP_S)
 
 
 @contextmanager
@@ -146,10 +142,10 @@ def fleet(
             *("--num-cpus", "0"),
         )
         of_workers = environment
-        if code:  # what they imported is seen by its bytecode
+        if code:  # that they import from there is seen by the bytecode which Python leaves there
             of_workers = {**environment, "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": ""}
         for name in hosts:
-            running.join_head(name, of_workers)
+            running.join_for_workers(name, of_workers)
         stack.enter_context(_serving(running, *arguments))
         yield running
 
@@ -172,17 +168,13 @@ def _serving(running: Fleet, *arguments: str) -> Iterator[None]:
         eventually(running.is_whole, 60.0, every=1.0)
         yield
     finally:
-        os.killpg(serve.pid, signal.SIGINT)
-        try:
-            serve.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(serve.pid, signal.SIGKILL)
+        end(serve, signal.SIGINT, STOP_S)
 
 
 def raw_tcp_gib_s(sender: Host, receiver: Host, mib: int = 256) -> float:
     """Returns how fast a plain TCP connection carries zeros from one host to another, in GiB/s."""
     listen = (
-        "import socket,sys,time\n"
+        "import socket,time\n"
         "s=socket.create_server(('0.0.0.0',5999))\nprint('ready',flush=True)\n"
         "c,_=s.accept()\nn=0\nbegan=time.perf_counter()\n"
         "while True:\n d=c.recv(1<<20)\n"
@@ -204,10 +196,11 @@ def raw_tcp_gib_s(sender: Host, receiver: Host, mib: int = 256) -> float:
             ready.set()
             found.append(float(process.stdout.readline()))
 
-    thread = threading.Thread(target=receive)
+    thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     assert ready.wait(20.0)
-    sender.run(sys.executable, "-c", send, timeout_s=120.0)
+    sent = sender.run(sys.executable, "-c", send, timeout_s=120.0)
+    assert sent.returncode == 0, sent.stderr
     thread.join(120.0)
     return found[0]
 
@@ -221,7 +214,7 @@ def seconds_until(check: Callable[[], Any], limit_s: float) -> float:
 
 def streams_of(running: Fleet) -> Streams:
     """Returns streams whose right tokens were learnt from the undisturbed fleet."""
-    streams = Streams(running.url, 6, 150)
+    streams = Streams(running.url, STREAMS, ANSWER_TOKENS)
     streams.learn()
     return streams
 
@@ -229,5 +222,5 @@ def streams_of(running: Fleet) -> Streams:
 def assert_sound(running: Fleet, streams: Streams) -> None:
     """Some streams ended, none was wrong, and nothing is held for them."""
     assert not streams.wrong, streams.wrong[:3]
-    assert streams.ended >= 6
+    assert streams.ended >= STREAMS
     eventually(running.is_idle, 60.0, every=1.0)

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -41,19 +41,17 @@ def missing() -> str:
     return ""
 
 
-def _run(*command: str, check: bool = True) -> str:
-    done = subprocess.run(command, check=check, capture_output=True, text=True)
-    return done.stdout
+def _run(*command: str, check: bool = True) -> None:
+    subprocess.run(command, check=check, capture_output=True)
 
 
 @dataclass
 class Host:
-    """One host. Its `folder` is the same path inside and outside of it."""
+    """One host. Paths below /run, and others but /tmp and /dev/shm, are the same outside of it."""
 
     name: str
     address: str
-    namespace: str
-    first: subprocess.Popen[str]
+    unshare: subprocess.Popen[str]  #: The first process's parent: ended, it ends all of the host.
     process: int  #: The first process, as seen from outside.
 
     def command(self, words: Sequence[str]) -> list[str]:
@@ -64,7 +62,7 @@ class Host:
     def start(
         self, words: Sequence[str], output: IO[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        """Starts a process on the host."""
+        """Starts a process on the host; `end` ends it."""
         return subprocess.Popen(
             self.command(words),
             stdout=output,
@@ -82,8 +80,24 @@ class Host:
 
     def die(self) -> None:
         """Ends all its processes at once."""
-        self.first.send_signal(signal.SIGKILL)
-        self.first.wait(10.0)
+        self.unshare.send_signal(signal.SIGKILL)
+        self.unshare.wait(10.0)
+
+
+def end(started: subprocess.Popen[bytes], first: signal.Signals, limit_s: float) -> None:
+    """Sends a signal to a process that `Host.start` has started, and after `limit_s` SIGKILL.
+
+    What was started is `nsenter`, which waits for the process itself and ends as that does.
+    """
+    for number, patience_s in ((first, limit_s), (signal.SIGKILL, 10.0)):
+        if started.poll() is not None:
+            return
+        children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+        for child in children.read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(child), number)
+        with suppress(subprocess.TimeoutExpired):
+            started.wait(patience_s)
 
 
 class Machines:
@@ -151,18 +165,19 @@ def _host(name: str, card: str, address: str, namespace: str) -> Iterator[Host]:
         ):
             _run("ip", "-n", namespace, *words)
         isolated = ["unshare", "--mount", "--ipc", "--pid", "--fork", "--kill-child"]
-        first = subprocess.Popen(
+        unshare = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *isolated, "sh", "-c", _FIRST_PROCESS],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        assert first.stdout is not None and first.stdout.readline() == "ready\n"
-        child = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()[0]
-        host = Host(name, address, namespace, first, int(child))
         try:
-            yield host
+            assert unshare.stdout is not None
+            assert unshare.stdout.readline() == "ready\n"
+            children = Path(f"/proc/{unshare.pid}/task/{unshare.pid}/children")
+            yield Host(name, address, unshare, int(children.read_text().split()[0]))
         finally:
-            host.die()
+            unshare.kill()
+            unshare.wait(10.0)
     finally:
         _run("ip", "netns", "del", namespace, check=False)

@@ -16,7 +16,6 @@ import random
 import selectors
 import struct
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -71,8 +70,10 @@ class Switch:
             while True:
                 for key, _ in selector.select(self._patience_s()):
                     if key.data:
-                        for frame in self._read(key.data):
-                            self._take(key.data, frame)
+                        try:
+                            self._forward(key.data)
+                        except OSError:  # the host is gone, with its card
+                            selector.unregister(key.fd)
                     elif not self._obey():
                         return
                 self._deliver()
@@ -88,16 +89,17 @@ class Switch:
         except EOFError:
             return False
         self._qualities[frozenset((one, other))] = quality
+        self._orders.send(None)  # it is done
         return True
 
-    def _read(self, host: str) -> Iterator[bytes]:
+    def _forward(self, host: str) -> None:
+        """Takes what a host has sent. Raises OSError when its card is gone."""
         for _ in range(64):  # then it is the turn of others
             try:
-                yield os.read(self._taps[host], FRAME_BYTES)
+                frame = os.read(self._taps[host], FRAME_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # the host is gone, with its card
-                return
+            self._take(host, frame)
 
     def _take(self, source: str, frame: bytes) -> None:
         self._places[frame[6:12]] = source
@@ -139,7 +141,7 @@ class Relay:
     """A `Switch` in a process of its own."""
 
     def __init__(self, taps: dict[str, int]) -> None:
-        received, self._orders = multiprocessing.Pipe(duplex=False)
+        received, self._orders = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_run, args=(taps, received, self._orders))
         self._process.start()
@@ -148,14 +150,16 @@ class Relay:
             os.close(tap)
 
     def set(self, one: str, other: str, quality: LinkQuality) -> None:
-        """Gives the link between two hosts this quality from now on."""
+        """Gives the link between two hosts this quality; it has it when this returns."""
         self._orders.send((one, other, quality))
+        self._orders.recv()
 
     def stop(self) -> None:
         self._orders.close()
         self._process.join(5.0)
         if self._process.is_alive():
             self._process.kill()
+            self._process.join()
 
 
 def _run(taps: dict[str, int], orders: Connection, sending_end: Connection) -> None:

@@ -36,7 +36,7 @@ def two() -> Iterator[Fleet]:
 
 def test_doctor_names_the_way_between_hosts_and_its_speed(two: Fleet, record_property) -> None:
     placed = two.hosts_of_workers()
-    assert set(placed.values()) == {"one", "two"}, "Serve spreads the workers over both hosts"
+    assert set(placed.values()) == {"one", "two"}, placed
     done = two.diptych("doctor", "-o", "json")
     report = json.loads(done.stdout)
     between = [pair for pair in report["pairs"] if placed[pair["source"]] != placed[pair["sink"]]]
@@ -74,7 +74,7 @@ def test_bad_links_cost_time_and_no_token(two: Fleet, quality: LinkQuality) -> N
 
 
 @pytest.mark.parametrize("cut_s", [1.0, 8.0])
-def test_a_cut_link_is_gone_round_and_used_again(two: Fleet, cut_s: float) -> None:
+def test_what_waits_for_a_cut_link_is_answered(two: Fleet, cut_s: float) -> None:
     streams = streams_of(two)
     with streams.running():
         time.sleep(2.0)
@@ -87,6 +87,7 @@ def test_a_cut_link_is_gone_round_and_used_again(two: Fleet, cut_s: float) -> No
 
 
 def test_a_host_that_is_cut_off_is_done_without_and_comes_back(two: Fleet) -> None:
+    assert set(two.hosts_of_workers().values()) == {"one", "two"}
     streams = streams_of(two)
     with streams.running():
         time.sleep(2.0)
@@ -94,5 +95,6 @@ def test_a_host_that_is_cut_off_is_done_without_and_comes_back(two: Fleet) -> No
         time.sleep(6.0)
         two.machines.heal()
         whole_s = seconds_until(two.is_whole, WHOLE_S)
+    assert set(two.hosts_of_workers().values()) == {"one", "two"}
     print(f"cut off: longest gap {streams.longest_s:.1f} s, whole after {whole_s:.1f} s")
     assert_sound(two, streams)

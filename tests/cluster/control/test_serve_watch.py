@@ -29,6 +29,13 @@ class Controller:
     async def be_silent(self) -> None:
         await asyncio.Event().wait()
 
+    async def come_up(self) -> None:
+        await asyncio.sleep(0.1)  # longer than a controller that has come up may be silent
+
+    def end_and_fail(self) -> None:
+        self.ended += 1
+        self.answers = self.fail
+
     def end(self) -> None:
         self.ended += 1
         self.answers = self.answer
@@ -88,6 +95,22 @@ def test_a_silent_one_is_ended_once_and_the_next_is_watched_too() -> None:
 
     watched(controller, controller.end, check())
     assert controller.ended == 2
+
+
+def test_the_next_one_has_more_time_to_come_up_whatever_ray_says_meanwhile() -> None:
+    controller = Controller()
+    controller.answers = controller.be_silent
+
+    async def check() -> None:
+        await until(lambda: controller.ended == 1)
+        await until_asked(controller, 3)
+        controller.answers = controller.come_up
+        await until_asked(controller, 1)
+        controller.answers = controller.answer
+        await until_asked(controller, 2)
+
+    watched(controller, controller.end_and_fail, check())
+    assert controller.ended == 1
 
 
 def test_one_that_cannot_be_ended_is_given_time_and_tried_again() -> None:

@@ -31,7 +31,7 @@ HTTP_PORT = 8000
 ADMIN_PORT = 8001
 START_S = 180.0
 STOP_S = 30.0
-WHOLE_S = 90.0
+WHOLE_S = 150.0
 STREAMS = 6  #: How many answers are streamed at a time.
 ANSWER_TOKENS = 150
 #: Where the folder for tokens and logs is made, which all hosts see.

@@ -73,6 +73,12 @@ class Variant:
             return ("sh", "-c", joined, "sh", *own_folders)
         return own_folders
 
+    def clean_up(self) -> None:
+        """Removes the control group of a cluster that has ended; of others nothing is left."""
+        if self.name == "memory":
+            with contextlib.suppress(OSError):  # a process of it has not ended yet
+                memory_group().rmdir()
+
     def missing(self) -> str:
         """Returns what this machine lacks for it; empty: nothing."""
         if self.name == "clock" and not shutil.which("gcc"):

@@ -112,6 +112,7 @@ def run(plan: Plan) -> None:
                     file.write(json.dumps(asdict(repetition)) + "\n")
                 if not repetition.is_whole:
                     break  # the next one begins on a new cluster
+        variant.clean_up()
 
 
 async def _repeat(live: Live, fault: Fault, number: int, plan: Plan) -> Repetition:

@@ -447,11 +447,15 @@ class ScalingSettings(ConfigSection):
 
 
 class RaySettings(ConfigSection):
-    """Who may talk to Ray's own processes, which run whatever code they are sent."""
+    """Who may talk to Ray's own processes, which run whatever code they are sent; how they start."""
 
     #: `token`: Ray's processes refuse callers without a token. `disabled`: anybody who reaches one
     #: of Ray's ports runs code as this user.
     auth: Literal["token", "disabled"] = "token"
+    #: `diptych serve` forks Ray's processes from one that has imported everything already, which
+    #: halves the time until the cluster serves. false: each imports for itself. A Ray that others
+    #: started, as on Kubernetes, does not have it.
+    fork_server: bool = True
 
 
 class ControlSettings(ConfigSection):

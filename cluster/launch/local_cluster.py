@@ -157,7 +157,8 @@ class LocalCluster:
         os.environ[SECRET] = self.config.secret
         # What Ray places actors by; it binds none of them to a core.
         cpus = max(os.cpu_count() or 1, 2)
-        self.ray_access = start_ray(Path(self._ray_folder), self.config.ray.auth, cpus)
+        ray = self.config.ray
+        self.ray_access = start_ray(Path(self._ray_folder), ray.auth, cpus, ray.fork_server)
 
     def _start_serve(self) -> None:
         from ray import serve

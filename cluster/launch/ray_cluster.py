@@ -23,6 +23,7 @@ from typing import Any, Literal
 import grpc
 
 from ..config import ConfigError
+from . import fork_server
 
 AuthMode = Literal["token", "disabled"]
 
@@ -131,12 +132,13 @@ def check_environment(auth: AuthMode) -> None:
     )
 
 
-def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
+def start_ray(folder: Path, auth: AuthMode, cpus: int, with_fork_server: bool = False) -> RayAccess:
     """Start Ray on this machine, listening on loopback, with its sessions and token in `folder`.
 
     `folder` must be this user's alone (0700), as Ray lets everybody into its own folders below it.
-    `cpus` is how many cores Ray is told that this machine has. Ray ends with `ray.shutdown`, at the
-    latest with this process. Raises ConfigError where the environment contradicts `auth`, and
+    `cpus` is how many cores Ray is told that this machine has. `with_fork_server`: Ray's processes are
+    forked from one that has imported everything already (fork_server.py). Ray ends with
+    `ray.shutdown`, at the latest with this process. Raises ConfigError where the environment contradicts `auth`, and
     StartError where Ray does not start or answer, or treats a caller without a token otherwise than
     `auth` says.
     """
@@ -147,6 +149,8 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int) -> RayAccess:
     for name in OVERRIDING_VARIABLES:
         os.environ.pop(name, None)
     token_file = _make_and_export_token(folder) if auth == "token" else None
+    if with_fork_server:
+        fork_server.start(folder)
     import ray
 
     try:

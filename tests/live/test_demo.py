@@ -11,6 +11,7 @@ from pathlib import Path
 import grpc
 import httpx
 import openai
+import psutil
 import pytest
 import yaml
 from diptych.cluster.launch.processes import has_ended
@@ -244,6 +245,14 @@ def test_a_huge_prompt_is_refused_and_holds_up_nobody(live: Live) -> None:
 def test_workers_are_processes_with_their_own_memory(live: Live) -> None:
     pids = [worker["pid"] for worker in live.status()["workers"]]
     assert len(set(pids)) == 2 and live.process.pid not in pids
+
+
+def test_the_clusters_processes_are_forked_from_one_that_has_the_imports(live: Live) -> None:
+    status = live.status()
+    replicas = [*status["workers"], *status["gateways"], status["router"], status["control"]]
+    parents = {psutil.Process(replica["pid"]).parent() for replica in replicas}
+    assert len(replicas) == 5 and len(parents) == 1, parents
+    assert "diptych.cluster.launch.fork_server" in parents.pop().cmdline()
 
 
 @pytest.mark.parametrize("home", ["decode", "prefill"])

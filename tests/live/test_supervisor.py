@@ -59,6 +59,12 @@ def test_a_cluster_comes_back_without_ray_and_ends_with_serve(tmp_path: Path) ->
         assert httpx.get(f"{live.url}/ready", timeout=10).status_code == 200
         assert live.chat("What is prefill?", max_tokens=4).status_code == 200
 
+        # Without its fork server, Ray starts processes by itself.
+        process_named(live, "launch.fork_server").kill()
+        os.kill(live.worker("decode")["pid"], signal.SIGKILL)
+        assert live.chat("What is prefill?", max_tokens=4).status_code == 200
+        assert psutil.Process(live.worker("decode")["pid"]).parent().name() == "raylet"
+
         last_processes = processes_of(live)
         live.process.kill()
         eventually(lambda: not left_behind(last_processes), GONE_S)

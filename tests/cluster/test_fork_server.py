@@ -11,7 +11,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,6 @@ print(json.dumps({
 }), flush=True)
 """
 PLAIN = 'import sys; print("started by itself", sys.argv[1:])'
-
-#: Runs the client with further variables and arguments; returns what was written to its stdout.
-RunClient = Callable[..., str]
 
 
 class Server:
@@ -91,14 +89,19 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    yield from _serve(tmp_path)
+    with _serving(tmp_path) as server:
+        yield server
 
 
-def _serve(folder: Path, *modules: str) -> Iterator[Server]:
+@contextmanager
+def _serving(folder: Path, *modules: str) -> Iterator[Server]:
+    """Run a server that imports these modules behind Ray; they may lie in the folder."""
     server = Server(folder, *modules)
-    yield server
-    server.process.kill()
-    server.process.wait()
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
 
 
 def test_a_forked_process_is_what_the_client_was(server: Server) -> None:
@@ -177,7 +180,7 @@ def test_a_module_after_which_processes_are_not_sound_ends_the_forking(
     tmp_path: Path, code: str, flaw: str
 ) -> None:
     (tmp_path / "unsound.py").write_text(code)
-    for server in _serve(tmp_path, "unsound"):
+    with _serving(tmp_path, "unsound") as server:
         eventually(lambda: "by itself" in server.ask())
         assert flaw in server.log.read_text()
 
@@ -185,7 +188,7 @@ def test_a_module_after_which_processes_are_not_sound_ends_the_forking(
 def test_classes_of_ray_leave_the_processes_sound(tmp_path: Path) -> None:
     """Each draws an id when its module is imported."""
     (tmp_path / "actors.py").write_text("import ray\n@ray.remote\nclass Actor:\n    pass\n")
-    for server in _serve(tmp_path, "actors", "fractions"):
+    with _serving(tmp_path, "actors", "fractions") as server:
         ids = {json.loads(server.ask())["id"] for _ in range(4)}
         assert len(ids) == 4
         assert "refused" not in server.log.read_text()

@@ -10,6 +10,7 @@ token, where Ray uses no TLS and its address is not `ray://`, and fail if the an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -49,6 +50,8 @@ ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     "RAY_worker_niceness": "0",  # 15 by default: replicas would yield to whatever else runs here
     "OMP_NUM_THREADS": "1",  # an engine sets its own number (`threads` of the engine's options)
+    # numpy starts its threads when it is imported, and nobody here computes much with it.
+    "OPENBLAS_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     # How often libgomp looks before it sleeps at a barrier. Its default (300,000: 3 ms and more)
     # holds a core that another process wants; 0, as "passive" alone has it, makes a system call of
@@ -150,7 +153,8 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int, with_fork_server: bool = 
         os.environ.pop(name, None)
     token_file = _make_and_export_token(folder) if auth == "token" else None
     if with_fork_server:
-        fork_server.start(folder)
+        with contextlib.suppress(OSError):  # Ray does without
+            fork_server.start(folder)
     import ray
 
     try:

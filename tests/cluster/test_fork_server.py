@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from tests.support.live import eventually
 CLIENT = str(Path(fork_client.__file__))
 #: Writes down what the process is that runs it: in the place of Ray's worker script.
 SELF_PORTRAIT = """
-import json, os, signal, sys
+import json, os, resource, signal, sys
 from ray import UniqueID
 print(json.dumps({
     "arguments": sys.argv,
@@ -32,6 +33,7 @@ print(json.dumps({
     "folder": os.getcwd(),
     "group": os.getpgid(0),
     "id": UniqueID.from_random().hex(),
+    "open_files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "parent": os.getppid(),
     "process": os.getpid(),
     "RAY_JOB_ID": os.environ.get("RAY_JOB_ID"),
@@ -59,7 +61,7 @@ class Server:
             listener.bind(self.environment[fork_client.SOCKET])
             listener.listen()
             module = "diptych.cluster.launch.fork_server"
-            lists = ["decimal", fork_server.SEPARATOR, "ray", *modules]
+            lists = ["decimal", fork_server.SEPARATOR, *modules]
             arguments = [str(listener.fileno()), str(os.getpid()), *lists]
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -78,13 +80,18 @@ class Server:
             env={**self.environment, "RAY_JOB_ID": "01000000", **variables},
             cwd=self.folder,
             stdout=write_end,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT]),
+            preexec_fn=_restrict,
         )
         os.close(write_end)
         with os.fdopen(read_end) as output:
             written = output.read()  # until the client and the process that it got have ended
         assert client.wait(30) == 0
         return written
+
+
+def _restrict() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))
 
 
 @pytest.fixture
@@ -113,6 +120,7 @@ def test_a_forked_process_is_what_the_client_was(server: Server) -> None:
     assert first["blocked"] == [signal.SIGINT]
     assert first["group"] == first["process"], "it has the server's process group"
     assert first["RAY_JOB_ID"] == "01000000"
+    assert first["open_files"] == [100, 200]
     second = json.loads(server.ask())
     assert second["parent"] == server.process.pid
     assert second["process"] != first["process"]
@@ -159,7 +167,7 @@ def test_a_server_that_ends_within_a_request_leaves_it_to_ray(server: Server) ->
 
 
 def test_a_request_that_is_none_harms_nobody(server: Server) -> None:
-    requests = [b"", b"\0\0\0\7{}", b"\0\0\0\2{}", b"\0\0\0\7not all"]
+    requests = [b"", b"\0\0\0\7{}", b"\0\0\0\2{}", b"\0\0\0\2[]", b"\0\0\0\7not all"]
     for request in requests:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(server.environment[fork_client.SOCKET])
@@ -167,6 +175,29 @@ def test_a_request_that_is_none_harms_nobody(server: Server) -> None:
                 socket.send_fds(connection, [request], [0, 1, 2])
     assert "process" in server.ask()
     assert server.log.read_text().count("refused") == len(requests)
+
+
+def test_a_client_that_has_given_up_gets_no_process(server: Server) -> None:
+    """It has started one by itself."""
+    assert "process" in server.ask()
+    request = {
+        "command": [str(server.folder / "portrait.py")],
+        "environment": {**server.environment, "RAY_JOB_ID": "01000000"},
+        "folder": str(server.folder),
+        "blocked_signals": [],
+        "open_files": [100, 100],
+    }
+    body = json.dumps(request).encode()
+    read_end, write_end = os.pipe()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(server.environment[fork_client.SOCKET])
+        length = len(body).to_bytes(fork_client.LENGTH_BYTES, "big")
+        socket.send_fds(connection, [length], [0, write_end, 2])
+        connection.sendall(body)
+    os.close(write_end)
+    with os.fdopen(read_end) as output:
+        assert output.read() == ""
+    assert "refused" not in server.log.read_text()
 
 
 @pytest.mark.parametrize(
@@ -227,5 +258,21 @@ def test_what_another_interpreter_or_command_runs_is_left_to_ray(context: dict) 
     assert request["environment"] == {**os.environ, "A": "1"}
 
 
-def test_java_is_left_to_ray() -> None:
-    assert fork_request(["Main", "--language=JAVA"]) is None
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["Main", "--language=JAVA"],
+        ["-s", "x.py", "--language=PYTHON"],
+        ["x.py"],
+    ],
+)
+def test_what_is_no_script_of_python_is_left_to_ray(arguments: list[str]) -> None:
+    assert fork_request(arguments) is None
+
+
+def test_without_a_language_ray_has_nothing_to_set_up(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(PLAIN)
+    command = [sys.executable, CLIENT, str(script), "--node-id=7"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    assert output == "started by itself ['--node-id=7']\n"

@@ -486,4 +486,5 @@ class Swarm:
 
 def api_key() -> str:
     """Returns the endpoint's key, which is never an option, because options are shown."""
-    return os.environ.get("DIPTYCH_API_KEY") or os.environ.get("OPENAI_API_KEY", "")
+    names = ("DIPTYCH_API_KEY", "DIPTYCH_TOKEN", "OPENAI_API_KEY")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")

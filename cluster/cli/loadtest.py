@@ -158,7 +158,7 @@ def loadtest(
 ) -> None:
     """Offer load, measure every token, report goodput. Exit code 4 when a gate is missed.
 
-    A key for the endpoint is taken from DIPTYCH_API_KEY or OPENAI_API_KEY.
+    A key for the endpoint is taken from DIPTYCH_API_KEY, DIPTYCH_TOKEN or OPENAI_API_KEY.
     """
     if context.invoked_subcommand:
         return  # `compare` or `worker` runs instead

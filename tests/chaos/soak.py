@@ -2,8 +2,9 @@
 
     .venv/bin/python -m tests.chaos.soak --minutes 60 --out build/chaos
 
-Requests arrive at random, at a share of what the cluster answers when it is never idle. The page
-gets a section from `OUT/soak.json` when `tests.chaos.run --write` makes it.
+Requests arrive at random, at a share of what the cluster answers when it is never idle. ^C or SIGTERM
+ends the load, and what ran until then is judged. The page gets a section from `OUT/soak.json` when
+`tests.chaos.run --write` makes it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import itertools
 import json
 import random
+import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -105,13 +107,18 @@ class Soak:
             offered = LOAD_SHARE * capacity
             print(f"capacity {capacity:.1f} requests/s, offered {offered:.1f}", flush=True)
             over = asyncio.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, over.set)
+            began_at = time.monotonic()
             parts = [
                 asyncio.create_task(self._offer(offered, over)),
                 asyncio.create_task(self._sample(over)),
                 asyncio.create_task(self._inject_faults(over)),
             ]
-            await asyncio.sleep(self._duration_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), self._duration_s)
             over.set()
+            lasted_s = time.monotonic() - began_at
             await asyncio.gather(*parts)
             await asyncio.gather(*self._in_flight)
             leaks = await leaks_of(self._live)
@@ -120,7 +127,7 @@ class Soak:
         complete = [one for one in self._answers if not one.error]
         return SoakResult(
             day=datetime.now(UTC).date().isoformat(),
-            minutes=round(self._duration_s / 60, 1),
+            minutes=round(lasted_s / 60, 1),
             capacity=round(capacity, 1),
             offered=round(offered, 1),
             requests=len(self._answers),

@@ -33,7 +33,7 @@ ADMIN_KEY = "a key of operators"
 WORKERS = ("PrefillWorker", "DecodeWorker")
 #: What Control tells without its key: no worker, no model, no number.
 OPEN_PATHS_OF_CONTROL = frozenset({"/", "/health", "/dashboard"})
-OPEN_PATHS_OF_GATEWAY = frozenset({"/docs", "/health", "/ready"})
+OPEN_PATHS_OF_GATEWAY = frozenset({"/docs", "/health", "/ping", "/ready"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ PATHS = (
     "/metrics",
     "/",
     "/health",
+    "/ping",
     "/ready",
     "/docs",
     "/openapi.json",

@@ -259,8 +259,9 @@ class TransferSettings(ConfigSection):
     #: `auto` is NIXL where it can run, else TCP; `shm` is memory that workers of one machine share.
     #: It is one transport for all pairs of workers.
     transport: Literal["auto", "nixl", "shm", "tcp"] = "auto"
-    #: From a worker's offer of blocks until all KV has arrived; a slower transfer fails.
-    timeout_s: Positive = 30.0
+    #: From a worker's offer of blocks until KV comes, and from each piece of it to the next; a slower
+    #: transfer fails.
+    timeout_s: Positive = 60.0
     faults: FaultSettings = FaultSettings()
 
 

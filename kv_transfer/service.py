@@ -541,6 +541,7 @@ class TransferService:
                 self._transport.mark_process_dead(agent)
         if process_dead:
             self._agents.pop(worker, None)
+            self.gauges.forget_worker(worker)
 
     def _lose_peer(self, agent: str) -> None:
         """Tells both machines that a peer is lost, once; from now on its fence is awaited."""

@@ -91,6 +91,10 @@ class TransferStatistics:
         self.received_bytes += size
         self.received_bytes_by_worker[agent.rpartition(":")[0]] += size
 
+    def forget_worker(self, worker: str) -> None:
+        """A worker's process has ended: it counts in the sums alone."""
+        self.received_bytes_by_worker.pop(worker, None)
+
     def values(self) -> dict:
         """Returns all of it in plain types, under the names that metrics and people see.
 

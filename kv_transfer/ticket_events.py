@@ -19,11 +19,12 @@ from .messages import AnyMessage, ChunkMessage
 class TicketTimeouts:
     """Waits in seconds, and other limits.
 
-    `total_s` includes the time in which the sender computes the prompt. The waits are so long that
-    only a peer in trouble exceeds them.
+    `chunk_s` includes the time in which the sender computes the prompt, or waits to compute it: an
+    overdue prompt gets its turn after 30 s (`router/policies/deadline.py`). The waits are so long
+    that only a peer in trouble exceeds them.
     """
 
-    total_s: float = 30.0  #: From the offer until everything has arrived.
+    chunk_s: float = 60.0  #: From the offer, or from a chunk, until the next chunk.
     idle_s: float = 1.0  #: Silence before a `QueryMessage`, and between two of them.
     #: A transfer fails when so many queries in a row have met nothing but silence: the link is cut,
     #: or the sender is frozen.

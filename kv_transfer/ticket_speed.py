@@ -269,7 +269,7 @@ class TicketEnd:
                 transport, self.agent, pool, admit, host="127.0.0.1", secret=SECRET
             ),
             deliver=self._outcomes.put,
-            timeouts=TicketTimeouts(total_s=TICKET_WAIT_S),
+            timeouts=TicketTimeouts(chunk_s=TICKET_WAIT_S),
         )
         card = self.service.start()
         self.raw = _open_raw(f"raw-{role}-{os.getpid()}", size) if with_raw else None

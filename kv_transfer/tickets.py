@@ -97,7 +97,8 @@ class ReceivingTicket:
     ticket_id: str
     peer: str  #: The agent that was asked to send; messages of anybody else are ignored.
     offer: OfferMessage  #: What was sent to it, with the reserved tiles.
-    phase_began_s: float  #: When the offer was sent; from the failure on, when that was.
+    #: When the offer was sent, or the last chunk came; from the failure on, when that was.
+    phase_began_s: float
     last_activity_s: float  #: When a message last came from the sender, or went to it.
     unanswered_queries: int = (
         0  #: Queries in a row after which nothing came from the sender's agent.
@@ -260,6 +261,7 @@ class TicketReceiver:
         if tiles is None:
             return self._fail_and_stop(ticket, "bad_chunk", now)
         ticket.chunks[chunk.chunk_number] = chunk
+        ticket.phase_began_s = now
         return [VerifyChunk(ticket.ticket_id, tiles, chunk)]
 
     def _verified(
@@ -331,7 +333,7 @@ class TicketReceiver:
         # There are two cases: a transfer that still may succeed asks for the sender's state when
         # nothing comes; one that has failed repeats its `StopMessage` until that is answered.
         if ticket.state is ReceivingState.RESERVED:
-            if phase_s > timeouts.total_s:
+            if phase_s > timeouts.chunk_s:
                 return self._fail_and_stop(ticket, "timeout", now)
             if silent_s <= timeouts.idle_s:
                 return []

@@ -137,3 +137,9 @@ class ApiError(Exception):
         if self.retry_after_s is not None:
             headers["retry-after"] = f"{self.retry_after_s:.0f}"
         return headers
+
+
+def busy_error() -> ApiError:
+    """Return what the older connection gets when the client of an answer has come back."""
+    message = "the same request came again on another connection, which has the answer now"
+    return ApiError("busy", message)

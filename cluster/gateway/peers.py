@@ -124,7 +124,8 @@ class GatewayPeers:
         }
         for name in list(self._dialing):
             if not self._is_named(name) and name not in self._connections:
-                self._dialing.pop(name).cancel()
+                self._dialing[name].cancel()
+                self._forget(name)
         for name, address in self._directories[router].items():
             if name not in self._dialing:
                 dialing = self._keep_connected(name, address)
@@ -135,6 +136,11 @@ class GatewayPeers:
         """Forgets what a router has named, whose model is gone."""
         self.update(router, [])
         del self._directories[router]
+
+    def _forget(self, name: str) -> None:
+        """Forgets a gateway that is gone."""
+        del self._dialing[name]
+        del self._names[gateway_tag(self._identity.secret, name)]
 
     def _is_named(self, name: str) -> bool:
         return any(name in directory for directory in self._directories.values())
@@ -155,7 +161,7 @@ class GatewayPeers:
             self._connections.pop(name, None)
             self._end_calls(name)
             if not self._is_named(name):
-                del self._dialing[name]
+                self._forget(name)
                 return
             await asyncio.sleep(REDIAL_S)
 
@@ -203,11 +209,7 @@ class GatewayPeers:
 
     def _giver(self, client_id: str) -> str | None:
         """Returns the name of the other gateway that gave an id, if it lives."""
-        name = self._names.get(client_id[:ALIAS_DIGITS])
-        if name is None or name in self._dialing:
-            return name
-        del self._names[client_id[:ALIAS_DIGITS]]  # it has ended since
-        return None
+        return self._names.get(client_id[:ALIAS_DIGITS])
 
     async def _ask(
         self,

@@ -23,6 +23,7 @@ from ...engine.sizing import context_limit, kv_layout
 from ...engine.spec import fingerprint, read_json, read_spec
 from ...kv_transfer.identity import block_hashes, partition_salt
 from ...protos import frames
+from ...protos.targets import parse_cached
 from ...router.config import CLASSES, GIVE_UP_FACTOR
 from ...router.first_token import FirstTokenPacer
 from ...router.goodput import judge
@@ -132,6 +133,18 @@ def read_model_files(config: ClusterConfig, folder: Path) -> ModelFiles:
     return ModelFiles(text, limits, fingerprint(folder), GrammarChecks(folder))
 
 
+def _longest_target_s(config: ClusterConfig, longest_prompt: int) -> float:
+    """Return the longest configured TTFT target, for a prompt of so many tokens.
+
+    Multiples of the isolated prefill are left out, as only the router knows how long that takes.
+    """
+    of_tenants = [tenant.ttft for tenant in config.slo.tenants.values()]
+    of_classes = [slo_class.ttft for slo_class in config.router.classes.values()]
+    texts = of_tenants + of_classes
+    targets = [config.slo.ttft_target, *(parse_cached(text) for text in texts if text)]
+    return max(target.seconds(longest_prompt, isolated_s=0.0) for target in targets)
+
+
 class ServedModel:
     """The requests for one model, and what all of them share."""
 
@@ -163,9 +176,12 @@ class ServedModel:
         place_timeout_s = config.router.queue_ttl_s + PLACE_MARGIN_S
         # A connected router may keep a request queued for longer while its workers are busy, up to
         # GIVE_UP_FACTOR times `background_wait_s`; then it refuses the request. So if it has said
-        # nothing in `place_limit_s`, which is longer, its answer was lost. (For a request with a
-        # later TTFT target of its own, the generator waits longer.)
-        place_limit_s = place_timeout_s + GIVE_UP_FACTOR * config.router.background_wait_s
+        # nothing in `place_limit_s`, which is longer, its answer was lost. Until a request's TTFT
+        # target, the router keeps it in any case. (For a request with a later TTFT target of its
+        # own, the generator waits longer.)
+        kept_s = GIVE_UP_FACTOR * config.router.background_wait_s
+        longest_target_s = _longest_target_s(config, self.limits.max_model_len)
+        place_limit_s = place_timeout_s + max(kept_s, longest_target_s)
         self.generator = Generator(
             plane,
             config.gateway.max_attempts,
@@ -255,6 +271,8 @@ class ServedModel:
             message = "only an answer that is alone goes on behind its ids (n: 1)"
         elif len(token_ids) >= sampling.max_tokens:
             message = f"{len(token_ids)} ids of {sampling.max_tokens}: the answer is complete"
+        elif any(id in sampling.stop_ids for id in token_ids[sampling.min_tokens :]):
+            message = "an id that ends the answer is among them: the answer is complete"
         elif max(token_ids) >= self.text.vocabulary_size:
             message = f"{max(token_ids)} is no id of this model"
         if message:

@@ -86,6 +86,7 @@ class WorkerProcess:
         #: Keeps the tasks alive: the loop itself refers to tasks weakly.
         self._probes: set[asyncio.Task[None]] = set()
         self._known_workers: dict[str, frames.WorkerCard] = {}  #: all others, by id
+        self._mournings: set[asyncio.Task[None]] = set()  #: keeps these tasks alive
         self._reporter = WorkerReporter()
         self._card: frames.WorkerCard | None = None  #: what the router knows of us; None at first
         self._change_task: asyncio.Task[None] | None = None  #: while a change is under way
@@ -236,8 +237,9 @@ class WorkerProcess:
             self.core.add_peer(name, peers)
         for name in self._known_workers.keys() - cards.keys():
             self.core.lose_peer(name)
-            mourning = self._mourn(self._known_workers[name])
-            self._tasks.append(self.loop.create_task(mourning))
+            mourning = self.loop.create_task(self._mourn(self._known_workers[name]))
+            self._mournings.add(mourning)
+            mourning.add_done_callback(self._mournings.discard)
         self._known_workers = cards
 
     async def _mourn(self, card: frames.WorkerCard) -> None:

@@ -58,7 +58,7 @@ class RankSetup(msgspec.Struct, frozen=True, tag=True):
     compatibility: bytes  #: peers of another model or number format have another one
     transport: str  #: `kv_transfer.transport` of the configuration
     host: str  #: the address to listen on
-    timeout_s: float  #: from an offer of blocks until all KV has arrived
+    timeout_s: float  #: from an offer of blocks until KV comes, and between two pieces
     secret: str  #: the cluster's, which the transport asks peers for
 
 
@@ -198,7 +198,7 @@ def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) 
         compatibility=setup.compatibility,
         open_transport=open_own_transport,
         deliver=channel.send,
-        timeouts=TicketTimeouts(total_s=setup.timeout_s),
+        timeouts=TicketTimeouts(chunk_s=setup.timeout_s),
         digester=pool.digester,
     )
     try:

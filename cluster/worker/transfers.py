@@ -64,7 +64,7 @@ def make_rank_services(
         compatibility=engine.compatibility,
         open_transport=open_own_transport,
         deliver=on_outcome,
-        timeouts=TicketTimeouts(total_s=settings.timeout_s),
+        timeouts=TicketTimeouts(chunk_s=settings.timeout_s),
         digester=pool.digester,
         facts=engine.format_facts,
     )

@@ -155,7 +155,8 @@ class DeadlinePolicy:
         """
         queue = self.queue
         capacity = max(self.placer.capacity, 1)
-        urgent_s = queue.prefill_s / self._urgent_rate.rate(capacity)
+        lowest_rate = LOWEST_RATE * capacity  # a rate from a time without workers says nothing
+        urgent_s = queue.prefill_s / max(self._urgent_rate.rate(capacity), lowest_rate)
         credit_at = self.fleet.next_credit(now, decodes=self.placer.local_only)
         # inf: workers have credit already, or get it by an event whose moment nobody predicts.
         begins_at = max(credit_at, now) if credit_at < inf else now
@@ -167,7 +168,7 @@ class DeadlinePolicy:
         if request.slo.early_reject:
             queue.leave(request.attempt_key)
             return Rejection(request, lateness_s, retry_after_s=lateness_s)
-        overdue_rate = max(self._overdue_rate.rate(capacity), LOWEST_RATE * capacity)
+        overdue_rate = max(self._overdue_rate.rate(capacity), lowest_rate)
         wait_s = queue.overdue_prefill_s / overdue_rate
         wait_limit_s = self.config.background_wait_s
         if wait_s > wait_limit_s:

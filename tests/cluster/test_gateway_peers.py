@@ -15,6 +15,8 @@ from diptych.cluster.gateway.edge.key_limits import KeyLimiter
 from diptych.cluster.gateway.edge.keys import ApiKey, add_key
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.wire.connection import dial
+from diptych.engine.demo import CHECKPOINT
+from diptych.engine.spec import read_spec
 from diptych.protos import frames as f
 from diptych.protos.handshake import PeerIdentity
 
@@ -229,8 +231,9 @@ def test_a_gateway_that_gave_an_id_is_asked_without_a_cursor(
     assert [frame for frame in started if not frame.resumed_tokens] == []
 
 
+@pytest.mark.parametrize("way", ["ids", "keep"])
 def test_a_connection_that_still_seems_to_be_there_gets_busy(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     acme, _ = pair.keys
     whole = stream(pair.there, acme)
@@ -242,7 +245,7 @@ def test_a_connection_that_still_seems_to_be_there_gets_busy(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(pair.here.workers, "_say", say_a_few_tokens)
-    name = {**acme, "x-request-id": "twice", "x-resume": "ids"}
+    name = {**acme, "x-request-id": f"twice-{way}", "x-resume": way}
     with httpx.stream("POST", pair.here.url + CHAT, json=BODY, headers=name, timeout=30) as old:
         lines = old.iter_lines()
         event_id = next(line for line in lines if line.startswith("id: "))[4:]
@@ -251,6 +254,26 @@ def test_a_connection_that_still_seems_to_be_there_gets_busy(
         error = next(line for line in lines if '"error"' in line)
         assert json.loads(error.removeprefix("data: "))["error"]["code"] == "busy"
     assert pair.here.gateway.running == 0
+
+
+def test_a_call_that_cannot_be_resumed_takes_the_answer_from_nobody(pair: Pair) -> None:
+    acme, _ = pair.keys
+    whole = stream(pair.here, acme)
+    name = {**acme, "x-request-id": "not-a-stream", "x-resume": "ids"}
+    with httpx.stream("POST", pair.here.url + CHAT, json=BODY, headers=name, timeout=30) as live:
+        lines = live.iter_lines()
+        first = next(line for line in lines if line.startswith("data: "))
+        for gateway in pair[:2]:
+            refused = httpx.post(
+                gateway.url + CHAT,
+                json={**BODY, "stream": False},
+                headers={**name, "x-resume-from": "1"},
+            )
+            assert refused.status_code == 400 and "half-way" in refused.text, refused.text
+        data = [first, *(line for line in lines if line.startswith("data: {"))]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in data]
+    text = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    assert "".join(text) == text_of(whole)
 
 
 def test_nobody_takes_another_tenants_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +329,25 @@ def test_ids_that_begin_no_answer_are_refused(pair: Pair, fields: dict, says: st
     body = {**BODY, "resume_token_ids": [50, 51], **fields}
     refused = httpx.post(pair.here.url + CHAT, json=body, headers=pair.keys[0])
     assert refused.status_code == 400 and says in refused.text, refused.text
+
+
+def test_behind_the_id_that_ends_an_answer_nothing_is_generated(pair: Pair) -> None:
+    acme, _ = pair.keys
+    end = next(iter(read_spec(CHECKPOINT).eos_ids))
+    body = {**BODY, "resume_token_ids": [50, 51, end]}
+    refused = httpx.post(pair.there.url + CHAT, json=body, headers=acme)
+    assert refused.status_code == 400 and "complete" in refused.text, refused.text
+    longer = {**body, "min_tokens": 3}  # then that id does not end it
+    assert httpx.post(pair.there.url + CHAT, json=longer, headers=acme).status_code == 200
+
+
+async def test_of_gateways_that_have_ended_nothing_is_kept() -> None:
+    peers = peers_module.GatewayPeers("gateway/here", "s", 5.0, kept=None, door=None)  # type: ignore[arg-type]
+    for number in range(3):
+        peers.update("router", [f.GatewayCard(f"gateway/{number}", "127.0.0.1:1")])
+        await asyncio.sleep(0)
+    assert list(peers._names.values()) == list(peers._dialing) == ["gateway/2"]
+    await peers.close()
 
 
 # ---- keys' limits --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from diptych.cluster.gateway.attempt.plane import Plane
 from diptych.cluster.wire.connection import FrameConnection, FrameListener
@@ -67,3 +68,35 @@ async def test_a_closed_plane_leaves_its_peers_fails_its_attempts_and_keeps_no_t
         assert not own_tasks
     router.listener.close()
     worker.listener.close()
+
+
+async def test_a_router_that_comes_later_hears_how_long_a_request_has_waited() -> None:
+    class Router(Peer):
+        def __init__(self) -> None:
+            super().__init__(f.FramesToRouter, f.WorkerDirectory(1, [], True))
+            self.asked: list[f.PlaceAttempt] = []
+
+        async def _serve(self, peer: FrameConnection, _: f.Hello) -> None:
+            async for frame in peer.frames(5.0):
+                if isinstance(frame, f.PlaceAttempt):
+                    self.asked.append(frame)
+
+    router = Router()
+    address = ""
+
+    async def find() -> str:
+        if not address:
+            raise OSError("there is no router")
+        return address
+
+    async with asyncio.timeout(20):
+        plane = Plane("gateway/g", SECRET, 5.0, find)
+        asked_at = time.monotonic()
+        plane.place(f.PlaceAttempt(("r", 0), 3, 4, [], waited_s=1.0))
+        await asyncio.sleep(0.3)
+        address = await router.listener.start("127.0.0.1")
+        await until(lambda: router.asked, 10.0, lambda: "the router was not asked")
+        waited_s = router.asked[0].waited_s
+        assert 1.3 <= waited_s <= 1.0 + time.monotonic() - asked_at
+        await plane.close()
+    router.listener.close()

@@ -57,6 +57,9 @@ class ScriptedPlane:
     def forget(self, outcome: f.AttemptOutcome, cancel: bool) -> None:
         self.said += [("cancelled" if cancel else "over", outcome.attempt_key), outcome]
 
+    def end_requests(self, error: ApiError, wire_id: str = "") -> None:
+        """Reaches nobody, as between two attempts."""
+
     def put(self, *frames: Any) -> None:
         for frame in frames:
             self.inboxes[frame.attempt_key].put_nowait(frame)
@@ -255,6 +258,49 @@ async def test_a_place_is_waited_for_as_long_as_a_router_is_there(
         return
     with pytest.raises(ApiError, match="no router answered"):
         await generator.run(request, Reader())
+
+
+@pytest.mark.parametrize("target", ["600s", "max(1s, 3x, 600s)", "600s/1k"])
+async def test_a_target_that_is_an_expression_is_waited_for_too(target: str) -> None:
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.PlaceAttempt):
+            answer = f.AttemptRefused(frame.attempt_key, "queue_full", "full", 1.0)
+            asyncio.get_running_loop().call_later(0.2, plane.put, answer)
+
+    plane = ScriptedPlane(script)
+    plane.connected_router = True
+    request = Request("r", [1] * 1000, [], f.Sampling(9), b"salt", terms=Terms(ttft_target=target))
+    with pytest.raises(ApiError, match="full"):
+        await Generator(plane, 3, 0.02, 0.04).run(request, Reader())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+async def test_an_answer_that_is_taken_between_two_attempts_is_not_made_again(
+    is_part: bool,
+) -> None:
+    """No inbox is there then that could be told."""
+    second_failed = asyncio.Event()
+
+    def script(plane: ScriptedPlane, frame: Any) -> None:
+        if isinstance(frame, f.PlaceAttempt):
+            plane.put(placed(frame.attempt_key))
+        elif isinstance(frame, f.StartPrefill):
+            plane.put(f.AttemptFailed(frame.attempt_key, "d", "no_capacity"))
+            if frame.attempt_key[1] >= 1:
+                asyncio.get_running_loop().call_soon(second_failed.set)
+
+    plane = ScriptedPlane(script)
+    request = Request("r", [1, 2, 3], [], f.Sampling(9, n=2))
+    generator = Generator(plane, 99, 5.0)  # type: ignore[arg-type]
+    asked = request.part(0) if is_part else request
+    running = asyncio.create_task(generator.run(asked, Reader()))
+    async with asyncio.timeout(10):
+        await second_failed.wait()
+        await asyncio.sleep(0.01)
+        generator.dismiss(request)
+        with pytest.raises(ApiError) as failure:
+            await running
+    assert failure.value.reason == "busy"
 
 
 @pytest.mark.parametrize("reason", ["handover", "draining", "wrong_role", "kv_handover"])

@@ -21,7 +21,7 @@ from .sim_network import FATES, Network, Weather, content
 from .sim_worker import TILE, Worker
 
 P, D = "prefill", "decode"
-LIMITS = t.TicketTimeouts(total_s=4, idle_s=0.5, resend_s=0.2, quarantine_s=1.5, offer_s=3)
+LIMITS = t.TicketTimeouts(chunk_s=4, idle_s=0.5, resend_s=0.2, quarantine_s=1.5, offer_s=3)
 CALM_S = 25.0  #: one more request, which lands if both workers live
 END_S = 60.0
 LAST = "last#0"

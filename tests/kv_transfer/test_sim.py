@@ -120,7 +120,7 @@ def befall(ranks, fate, **machines):
 
 
 class Patient(Simulation):
-    limits = replace(LIMITS, total_s=20, offer_s=20)
+    limits = replace(LIMITS, chunk_s=20, offer_s=20)
 
 
 def crawl(**machines):

@@ -8,7 +8,7 @@ from diptych.kv_transfer import tickets as t
 
 X, P = "request#0", "prefill#1"
 LIMITS = t.TicketTimeouts(
-    total_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, history_limit=4
+    chunk_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, history_limit=4
 )
 STOP, DRAINED, FREED = m.StopMessage(X), m.StoppedMessage(X), t.BlocksFreed(X)
 
@@ -289,8 +289,17 @@ def test_a_ticket_that_takes_too_long_is_broken_however_lively_its_source():
     for second in range(1, 31):
         assert note(end, m.ProgressMessage(X), second) == []
         assert end.handle(t.TicketTick(), second) == []
-    actions = end.handle(t.TicketTick(), 30.1)  # > total_s
+    actions = end.handle(t.TicketTick(), 30.1)  # > chunk_s
     assert actions == [t.TransferFailed(X, "timeout"), t.SendMessage(P, STOP)]
+
+
+def test_a_ticket_of_which_chunks_come_may_take_as_long_as_they_take():
+    end = sink()
+    for number, second in enumerate((29.9, 59.8)):
+        land(end, number, number, 1, now=second)
+        assert end.handle(t.TicketTick(), second + 0.2) == []
+    land(end, 2, 2, 1, now=80.0)
+    assert note(end, final(3), 80.1) == landed()
 
 
 def test_a_cancel_of_an_unknown_ticket_changes_nothing():

@@ -6,7 +6,7 @@ from diptych.kv_transfer import tickets as t
 
 X, D = "request#0", "decode#1"
 LIMITS = t.TicketTimeouts(
-    total_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, history_limit=4
+    chunk_s=30, idle_s=1, resend_s=0.2, quarantine_s=10, offer_s=20, history_limit=4
 )
 STOP, DRAINED = m.StopMessage(X), m.StoppedMessage(X)
 

@@ -620,3 +620,39 @@ def test_a_lull_does_not_count_as_time_in_which_nobody_was_served() -> None:
         return bursts
 
     assert who_was_overdue(lull_s=120.0) == who_was_overdue(lull_s=1.0)
+
+
+@pytest.mark.parametrize("outage_s", [300, 1800, 18_000])
+def test_a_time_without_workers_says_nothing_of_what_they_can_do(outage_s: int) -> None:
+    """The measured rate was next to 0 then, and the wait that it gave next to infinite."""
+    rig = Rig(cost=None, ttft_s=2.0)
+    ends: list[tuple[float, Any]] = []  #: what workers say later, and when
+
+    def pass_time(seconds: float) -> None:
+        until = rig.now + seconds
+        while rig.now < until:
+            wake = max(rig.router.next_wake or until, rig.now + 0.005)
+            rig.now = min(until, wake, *(at for at, _ in ends))
+            due = [event for at, event in ends if at <= rig.now]
+            ends[:] = [end for end in ends if end[0] > rig.now]
+            for event in [*due, e.RouterTick()]:
+                place(event)
+
+    def place(event: Any) -> None:
+        for name in rig.send(event):
+            ends.append((rig.now + 0.3, e.FirstTokenSent((name, 0))))
+            ends.append((rig.now + 0.8, e.AttemptEnded((name, 0))))
+
+    for number in range(outage_s // 2):
+        place(e.PlacementRequested("g", PlaceAttempt((f"o{number}", 0), 1000, 64, [])))
+        pass_time(2.0)
+    for name in ("prefill/0", "prefill/1", "decode/0"):
+        rig.join(name, blocks=20_000)
+    pass_time(20.0)
+    rig.refused.clear()
+    for number in range(40):
+        slo_class = "sheddable" if number % 2 else "interactive"
+        asked = PlaceAttempt((f"n{number}", 0), 500, 64, [], slo_class=slo_class)
+        place(e.PlacementRequested("g", asked))
+        pass_time(0.002)
+    assert all(refused.retry_after_s < 60 for refused in rig.refused.values())

@@ -158,7 +158,7 @@ class Surroundings:
             compatibility=engine.compatibility,
             open_transport=lambda admit: self._fabric.open(agent, pool, admit),
             deliver=on_outcome,
-            timeouts=TicketTimeouts(total_s=TRANSFER_TIMEOUT_S),
+            timeouts=TicketTimeouts(chunk_s=TRANSFER_TIMEOUT_S),
             facts=engine.format_facts,
         )
         return [service]

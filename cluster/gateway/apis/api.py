@@ -335,6 +335,9 @@ class Api:
             terms: Terms = http.state.terms
             resume = terms.resume.behind(parsed.resume_token_ids)
             http.state.terms = replace(terms, resume=resume)
+        if not getattr(parsed, "stream", True) and http.state.terms.resume.cursors:
+            # Before the answer is looked for: its live reader would lose it.
+            raise _not_resumable()
         return parsed
 
     def _find(self, http: HttpRequest, name: str) -> ServedModel:
@@ -349,8 +352,7 @@ class Api:
         A client that leaves before the object is there ends the work.
         """
         if call.resume.cursors and (len(call.requests) > 1 or not call.stream):
-            message = "only a stream of one prompt's answers can be resumed half-way"
-            raise ApiError("invalid_request", message, "x-resume-from")
+            raise _not_resumable()
         answers = CallAnswers(model, call)
         if call.stream:
             return CallStream(call, answers)
@@ -561,6 +563,11 @@ def check_content_type(content_type: str) -> None:
         shown_type = media_type[:MEDIA_TYPE_CHARS_MAX]
         message = f"bodies are application/json, not {shown_type!r}"
         raise ApiError("unsupported_media_type", message, "content-type")
+
+
+def _not_resumable() -> ApiError:
+    message = "only a stream of one prompt's answers can be resumed half-way"
+    return ApiError("invalid_request", message, "x-resume-from")
 
 
 def _note_ignored(model: ServedModel, body: ApiBody) -> dict[str, str]:

@@ -25,9 +25,10 @@ from functools import partial
 from typing import Any, TypeVar, assert_never
 
 from ....protos import frames
+from ....protos.targets import parse_cached
 from ....router.first_token import FirstTokenPacer
 from ....router.goodput import p99
-from ..errors import ApiError
+from ..errors import ApiError, busy_error
 from .crashes import CrashCount, CrashMemory, crash_error
 from .first_token_gate import FirstTokenGate
 from .plane import AttemptEvent, Inbox, Plane
@@ -223,8 +224,8 @@ class Generator:
 
     def dismiss(self, request: Request) -> None:
         """Ends a request with the error `busy`: its client has it on another connection now."""
-        message = "the same request came again on another connection, which has the answer now"
-        self.plane.end_requests(ApiError("busy", message), request.wire_id)
+        request.dismissed = True  # between two attempts no inbox is there to be told
+        self.plane.end_requests(busy_error(), request.wire_id)
 
     # ---- attempts --------------------------------------------------------------------------------
 
@@ -237,6 +238,8 @@ class Generator:
                 return
 
             self.check_open()
+            if request.is_dismissed:
+                raise busy_error()
             attempt = request.begin_attempt()
             tokens_before = request.generated_tokens
             inbox = self.plane.watch(attempt.key, request.backlog)
@@ -268,8 +271,7 @@ class Generator:
         """Asks the router for workers. Raises ApiError if it refuses, or does not answer."""
         self.plane.place(self._place_frame(request, attempt, retries))
         # A request with a late target waits longer in the router's queue.
-        target_s = request.targets.ttft_s or request.terms.ttft_target_s
-        limit_s = max(self.place_limit_s, self.place_timeout_s + target_s)
+        limit_s = max(self.place_limit_s, self.place_timeout_s + _known_target_s(request))
         event = await self._placement_answer(inbox, limit_s)
         if isinstance(event, ApiError):
             raise event
@@ -616,6 +618,18 @@ async def run_together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
                 group.create_task(coroutine)
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
+
+
+def _known_target_s(request: Request) -> float:
+    """Returns the seconds of the request's own TTFT target, as far as they are known here.
+
+    A multiple of the isolated prefill is known to the router alone.
+    """
+    terms = request.terms
+    known_s = request.targets.ttft_s or terms.ttft_target_s
+    if known_s or not terms.ttft_target:
+        return known_s
+    return parse_cached(terms.ttft_target).seconds(len(request.prompt_ids), isolated_s=0.0)
 
 
 def _draining() -> ApiError:

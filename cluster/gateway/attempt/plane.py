@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Set
 from contextlib import aclosing
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias, assert_never
 
@@ -125,6 +127,19 @@ class Inbox:
         return self.get_nowait()
 
 
+@dataclass(frozen=True, slots=True)
+class UnplacedAttempt:
+    """An attempt that waits for a place."""
+
+    frame: frames.PlaceAttempt
+    asked_at_s: float  #: When the frame was made, of the monotonic clock.
+
+    def asked_now(self) -> frames.PlaceAttempt:
+        """Returns the question as it is to be asked now: the request has waited longer."""
+        waited_s = self.frame.waited_s + time.monotonic() - self.asked_at_s
+        return msgspec.structs.replace(self.frame, waited_s=waited_s)
+
+
 class Plane:
     """The connections of one process. `watch` gives an attempt the inbox of what is said of it."""
 
@@ -173,7 +188,7 @@ class Plane:
         #: Attempts whose worker was asked for a sign of life and has given none yet, by call id.
         self._unconfirmed: dict[int, tuple[frames.AttemptKey, str]] = {}
         #: Requests for a place without an answer: said again to a new router.
-        self._unplaced: dict[frames.AttemptKey, frames.PlaceAttempt] = {}
+        self._unplaced: dict[frames.AttemptKey, UnplacedAttempt] = {}
         #: How often a silent worker's requests went on elsewhere, as it may be frozen.
         self.suspicions = 0
 
@@ -244,7 +259,7 @@ class Plane:
 
         Without a router for long, workers are chosen here, if they have little to do.
         """
-        self._unplaced[frame.attempt_key] = frame
+        self._unplaced[frame.attempt_key] = UnplacedAttempt(frame, time.monotonic())
         self.link.send(frame)
         if self._without_router:
             self._place_alone(frame)
@@ -325,8 +340,8 @@ class Plane:
             self._fallback_timer = None
         if self._address:
             self.link.send(frames.IntroduceGateway(self._address))
-        for place in self._unplaced.values():
-            self.link.send(place)
+        for unplaced in self._unplaced.values():
+            self.link.send(unplaced.asked_now())
 
     def _router_lost(self, silent_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -351,8 +366,8 @@ class Plane:
             self._fallback_timer = None
 
     def _place_waiting(self) -> None:
-        for place in list(self._unplaced.values()):
-            self._place_alone(place)
+        for unplaced in list(self._unplaced.values()):
+            self._place_alone(unplaced.frame)
 
     def _place_alone(self, place: frames.PlaceAttempt) -> None:
         """Chooses workers for an attempt without a router; it waits on if there are none."""
@@ -444,8 +459,9 @@ class Plane:
         for frame in self._unsent.pop(worker, []):
             if frame.attempt_key in self._attempt_workers:
                 connection.send(frame)
-        for place in list(self._unplaced.values()):
-            if worker in place.lost_workers:
+        for unplaced in list(self._unplaced.values()):
+            if worker in unplaced.frame.lost_workers:
+                place = unplaced.asked_now()
                 lost_workers = [name for name in place.lost_workers if name != worker]
                 self.place(msgspec.structs.replace(place, lost_workers=lost_workers))
 

@@ -255,6 +255,9 @@ class Request(RequestInput):
         self.accounted = False
         #: True if the answers are generated whether or not somebody reads them.
         self.shared = False
+        #: True once the client has the answers on another connection.
+        self.dismissed = False
+        self.parent: Request | None = None  #: Of a part: the request that it is one answer of.
 
     # ---- attempts --------------------------------------------------------------------------------
 
@@ -322,7 +325,13 @@ class Request(RequestInput):
         part.targets = self.targets
         part.hit_tokens = self.hit_tokens
         part.trace = self.trace
+        part.parent = self
         return part
+
+    @property
+    def is_dismissed(self) -> bool:
+        """Is True once the client has the answers, or those it is a part of, elsewhere."""
+        return self.dismissed or (self.parent is not None and self.parent.is_dismissed)
 
     @property
     def all_answers_begun(self) -> bool:

@@ -26,7 +26,7 @@ from typing import Protocol
 import msgspec
 
 from ....protos import frames
-from ..errors import ApiError
+from ..errors import ApiError, busy_error
 from ..text.answers import Output
 from .held_bytes import AnswerLimits, CutReason, HeldBytes, ReaderCutOff
 from .request import AnswerUpdate, PushSink, Request
@@ -355,6 +355,9 @@ class Shelf:
         """Generates answers that go on with or without a reader, in a task of their own."""
         try:
             await self._source.run(kept.request, kept)
+        except asyncio.CancelledError:  # another gateway has the answer now
+            kept.error = busy_error()
+            raise
         except Exception as error:  # its readers raise it
             kept.error = error
         finally:

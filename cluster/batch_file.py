@@ -35,7 +35,8 @@ class BatchRequest:
     @property
     def seeded_body(self) -> dict[str, Any]:
         """The body with a seed of its own, so that another run gives the same answer."""
-        return {"seed": zlib.crc32(self.custom_id.encode()), **self.body}
+        seed = self.body.get("seed")
+        return {**self.body, "seed": zlib.crc32(self.custom_id.encode()) if seed is None else seed}
 
 
 def read_requests(path: Path) -> list[BatchRequest]:
@@ -69,17 +70,26 @@ def _read_request(line: bytes) -> BatchRequest:
     if not isinstance(fields, dict):
         raise BatchFileError("a line must be a JSON object")
     custom_id = fields.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
+    if not isinstance(custom_id, str) or not custom_id or not _is_unicode(custom_id):
         raise BatchFileError("custom_id must be a text that names the request")
     if fields.get("method", "POST") != "POST":
         raise BatchFileError(f"method is {fields['method']!r}, and only POST is known")
     url = fields.get("url", "/v1/chat/completions")
-    if url not in PROMPT_FIELDS:
+    if not isinstance(url, str) or url not in PROMPT_FIELDS:
         raise BatchFileError(f"url is {url!r}, and must be one of {', '.join(PROMPT_FIELDS)}")
     body = fields.get("body")
     if not isinstance(body, dict) or PROMPT_FIELDS[url] not in body:
         raise BatchFileError(f"body must be an object with {PROMPT_FIELDS[url]}, as {url} takes it")
     return BatchRequest(custom_id, body)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether a text has no half of a surrogate pair, which JSON can name."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def answered_ids(path: Path) -> Collection[str]:

@@ -23,6 +23,7 @@ from .config import load_config
 from .gateway.apis.chat import ChatRequest
 from .gateway.apis.chat_shape import ChatShape
 from .gateway.apis.completions import CompletionRequest, CompletionShape
+from .gateway.apis.parameters import check_known_ids
 from .gateway.apis.schema import parse_body
 from .gateway.attempt.request import AnswerUpdate, Request
 from .gateway.errors import ApiError
@@ -153,6 +154,8 @@ class LLM:
             self._files.close()  # its processes would stay
             raise
         self._call_count = 0  #: Calls so far, by which each gets an id and a default seed.
+        #: What the engine computes, by the ids on the wire, for all iterations that are under way.
+        self._running: dict[str, _Call] = {}
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -215,6 +218,7 @@ class LLM:
         text = self._files.text
         body.check(text, self._files.limits)
         prompt = body.prompt(text)
+        check_known_ids(prompt.token_ids, text, self._files.limits)
         request_id = self._next_id("chatcmpl")
         sampling = body.sampling(text, request_id, len(prompt.token_ids), self._files.limits)
         request = self._request(request_id, prompt.token_ids, sampling)
@@ -230,6 +234,7 @@ class LLM:
             raise ApiError("invalid_request", "give each prompt a body of its own", "prompt")
         prompts[0].check(text, self._files.limits)
         prompt = prompts[0].prompt(text)
+        check_known_ids(prompt.token_ids, text, self._files.limits)
         request_id = self._next_id("cmpl")
         sampling = prompts[0].sampling(text, request_id, len(prompt.token_ids), self._files.limits)
         request = self._request(request_id, prompt.token_ids, sampling)
@@ -257,7 +262,7 @@ class LLM:
 
     def _compute(self, calls: Iterable[_Call | _Refusal]) -> Iterator[tuple[int, Answer]]:
         """Yield position and answer of each call when it has ended."""
-        running: dict[str, _Call] = {}
+        own: dict[str, _Call] = {}  # those of this iteration whose answers were not yielded
         # Twice as many calls as the engine can run, so that the next ones wait inside the engine.
         call_limit = 2 * self._engine.limits.max_running
         try:
@@ -266,26 +271,39 @@ class LLM:
                     yield call.position, call.answer
                     continue
                 self._add(call)
-                running[call.request.wire_id] = call
-                while len(running) >= call_limit:
-                    yield from self._step(running)
-            while running:
-                yield from self._step(running)
+                own[call.request.wire_id] = call
+                while len(own) >= call_limit:
+                    yield from self._take_ended(own)
+            while own:
+                yield from self._take_ended(own)
         finally:  # whoever iterates may leave
-            for wire_id in running:
+            for wire_id in own:
+                self._running.pop(wire_id, None)
                 self._engine.release((wire_id, 0))
 
-    def _step(self, running: dict[str, _Call]) -> Iterator[tuple[int, Answer]]:
-        """Let the engine do a step; yield position and answer of each call that ended by it."""
+    def _take_ended(self, own: dict[str, _Call]) -> Iterator[tuple[int, Answer]]:
+        """Take the calls that have ended out of `own`; yield position and answer of each.
+
+        If none has, the engine does a step, for the calls of all iterations: while one of them is
+        under way, the caller may begin others.
+        """
+        if not any(call.has_ended for call in own.values()):
+            self._step()
+        for wire_id, call in list(own.items()):
+            if call.has_ended:
+                del own[wire_id]
+                yield call.position, call.result()
+
+    def _step(self) -> None:
+        """Let the engine do a step, and give each running call what comes of it."""
         for output in self._engine.step():
-            call = running.get(output.attempt_key[0])
+            call = self._running.get(output.attempt_key[0])
             if call is None:
                 continue  # it ended in this step, with another of its answers
             call.take(output)
             if call.has_ended:
                 self._engine.release(output.attempt_key)
-                del running[output.attempt_key[0]]
-                yield call.position, call.result()
+                del self._running[output.attempt_key[0]]
 
     def _add(self, call: _Call) -> None:
         request = call.request
@@ -302,6 +320,7 @@ class LLM:
             ),
         )
         self._engine.add(sequence)
+        self._running[request.wire_id] = call
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -235,6 +235,7 @@ class RouterService:
             "loading": self._loading,
             "metrics": self._metrics.address,
             "gateways": gateway_replies,
+            "connected_gateways": len(self._gateways),  # also those that were late with a reply
         }
         peer.send(frames.CallReply(call_id, values))
 

@@ -173,6 +173,8 @@ class Scheduler:
         """
         del self.held_blocks[sequence.attempt_key]
         sequence.waited_s = waited_s
+        # Whoever computed the KV has sent them: they must not come again after a preemption.
+        sequence.prompt_logprobs_sent = sequence.prompt_tokens
         sequence.computed_tokens = len(sequence.token_ids) - 1
         self._publish(sequence)
         self.ready.enter(sequence)
@@ -311,7 +313,13 @@ class Scheduler:
         while True:
             # a `deadline_s` of 0 is no deadline
             late = next(
-                (s for s in queue.sequences[:RISK_PROMPTS] if 0.0 < s.deadline_s < now), None
+                (
+                    s
+                    for s in queue.sequences[:RISK_PROMPTS]
+                    # the first token of a preempted sequence has come, so it is not late
+                    if 0.0 < s.deadline_s < now and not s.was_preempted
+                ),
+                None,
             )
             if late is None:
                 return
@@ -553,6 +561,7 @@ class Scheduler:
         sequence.drafts.clear()
         sequence.was_preempted = True
         sequence.preemptions += 1
+        sequence.waited_s = 0.0  # that gap was counted when the sequence first ran
         self.waiting.enter(sequence)
         self.preemptions += 1
 

@@ -151,6 +151,7 @@ def planner_config(config: ClusterConfig) -> PlannerConfig:
         itl_s=config.slo.itl_ms / 1e3,
         pools=bounds,
         scaling_enabled=config.scaling.replicas,
+        flips_enabled=config.pools.prefill.tensor_parallel == config.pools.decode.tensor_parallel,
         gpu_limit=config.scaling.gpus,
         flip_dwell_s=config.scaling.flip_dwell_s,
         scale_down_dwell_s=config.scaling.down_dwell_s,

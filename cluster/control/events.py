@@ -26,6 +26,8 @@ async def events(operations: ClusterOperations) -> AsyncGenerator[bytes, None]:
     feeds: dict[str, _ModelFeed] = {}
     while True:
         yield sse.event(await operations.status(), "cluster")
+        # A model that is added again numbers its actions anew.
+        feeds = {name: feed for name, feed in feeds.items() if name in operations.models}
         for name, model in list(operations.models.items()):
             feed = feeds.setdefault(name, _ModelFeed())
             decisions = await model.operations.plane.latest(DECISIONS_LIMIT) or []

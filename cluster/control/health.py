@@ -30,6 +30,7 @@ class _FailureSample:
 
     asked_at: float  #: Seconds of a monotonic clock.
     counts: dict[tuple[str, str], int]  #: By worker and reason, since the worker began.
+    answering: frozenset[str]  #: The workers that answered.
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +110,18 @@ class HealthWatch:
             for reason, count in worker.get("transfer", {}).get("failures", {}).items()
             if not any(word in reason for word in EXPECTED_FAILURES)
         }
-        self._samples.append(_FailureSample(now, counts))
+        answering = frozenset(worker["id"] for worker in workers)
+        self._samples.append(_FailureSample(now, counts, answering))
         # The last look before the window is kept: what has been added since is in the window.
         while len(self._samples) > 1 and self._samples[1].asked_at <= now - TRANSFER_WINDOW_S:
             self._samples.popleft()
-        counts_before = self._samples[0].counts
         new_failures = Counter[str]()  # by reason
         for (worker, reason), count in counts.items():
-            new_count = count - counts_before.get((worker, reason), 0)
+            # A worker that was late for the oldest look has answered a later one. One that answers
+            # for the first time is new, unless this is the first look of all.
+            before = next(sample for sample in self._samples if worker in sample.answering)
+            is_new = before is self._samples[-1] and len(self._samples) > 1
+            new_count = count - (0 if is_new else before.counts.get((worker, reason), 0))
             if new_count > 0:
                 new_failures[reason] += new_count
         total = new_failures.total()

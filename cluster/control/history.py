@@ -66,7 +66,7 @@ class History:
     def add(self, status: Status, at: float) -> None:
         """Add a sample of the status. `at` is the wall clock's time, in seconds."""
         values = {name: read(status) for name, read in SERIES.items()}
-        values[PREFIX_HIT] = self._prefix_hit(status["router"] or {})
+        values[PREFIX_HIT] = self._prefix_hit(status["router"]) if status["router"] else None
         self._samples.append((at, values))
 
     def _prefix_hit(self, router: dict[str, Any]) -> Value:

@@ -60,6 +60,9 @@ class KubeRayPools:
         self._serve_pools = serve_pools or ServePools(application)
         #: Which pods are missing, when Control last looked; empty if none is.
         self._pod_shortage = ""
+        #: Held while the RayService is read and Serve is changed by it: what was read before an
+        #: order would take the order back.
+        self._ordering = asyncio.Lock()
 
     async def observe(self) -> dict[str, PoolObservation]:
         """Return what Serve says; a pool that lacks replicas also says which pods are missing."""
@@ -71,9 +74,10 @@ class KubeRayPools:
 
     async def resize(self, counts: dict[str, int]) -> None:
         for _ in range(PATCH_ATTEMPTS):
-            if await self._order(counts):
-                await self._serve_pools.resize(counts)
-                return
+            async with self._ordering:
+                if await self._order(counts):
+                    await self._serve_pools.resize(counts)
+                    return
         raise ScaleError(
             f"RayService {self._name} was changed by others at the same time; try again"
         )
@@ -122,10 +126,11 @@ class KubeRayPools:
 
     async def follow_once(self, record: Callable[[str, str], None]) -> None:
         """Look once, and change what differs. Raises ScaleError and whatever Ray raises."""
-        async with self._client() as client:
-            present = await self._get(client, "rayservices", self._name)
-            await self._follow_pods(client, present, record)
-        await self._follow_counts(present, record)
+        async with self._ordering:
+            async with self._client() as client:
+                present = await self._get(client, "rayservices", self._name)
+                await self._follow_pods(client, present, record)
+            await self._follow_counts(present, record)
 
     async def _follow_pods(
         self,

@@ -4,8 +4,8 @@ Life of a model that goes:
     1. Its application in Serve gets a mark.
     2. Gateways see the mark, refuse new requests for the model, and leave its router when those
        that run have ended.
-    3. The application is deleted once no gateway is connected to the router, or after
-       `REMOVE_LIMIT_S`.
+    3. The application is deleted once no gateway has been connected to the router for `CALM_S`, or
+       after `REMOVE_LIMIT_S`. Where that fails, it is tried again.
 A Control that starts meanwhile sees the mark, and goes on with step 3.
 """
 
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 REMOVE_LIMIT_S = 60.0  #: For gateways to leave a model; they give its requests 30 s.
 REMOVE_POLL_S = 0.5
+CALM_S = 3.0  #: A router that has just restarted has no gateways for a moment.
+RETRY_S = 2.0  #: Between two tries to change what Serve runs, while it does not take it.
+MARK_TRIES = 3  #: So often a mark is tried, of which Serve says nothing.
 
 
 class LeavingModel(Protocol):
@@ -62,6 +65,9 @@ class ModelOrders:
         self._operations = operations
         #: By model: the task that removes it.
         self._removals: dict[str, asyncio.Task[None]] = {}
+        self._removing = (
+            asyncio.Lock()
+        )  #: Held from the check that another model stays to the mark.
 
     async def add(self, name: str, tree: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
         """Serve one more model, and return once Serve has taken the order. Raises ApiError.
@@ -97,17 +103,31 @@ class ModelOrders:
         This returns when the model is marked. Raises ApiError.
         """
         self._check_owner()
-        if name not in self._operations.models:
-            names = ", ".join(self._operations.models)
-            raise ApiError("not_found", f"no model {name}; there are {names}")
-        if len(self._operations.models) == 1:
-            raise ApiError("refused", f"{name} is the only model: stop the cluster")
-        model: Any = self._operations.models[name]
-        if not dry_run:
-            application = model.application_name
-            await _change(lambda applications: serve.with_leaving(applications, application))
-            self.finish_removal(model)
+        async with self._removing:
+            if name not in self._operations.models:
+                names = ", ".join(self._operations.models)
+                raise ApiError("not_found", f"no model {name}; there are {names}")
+            if not self._operations.models.keys() - self._removals.keys() - {name}:
+                raise ApiError("refused", f"{name} is the only model that stays: stop the cluster")
+            model: Any = self._operations.models[name]
+            if not dry_run:
+                await self._mark(model.application_name)
+                self.finish_removal(model)
         return {"model": name, "application": model.application_name, "dry_run": dry_run}
+
+    async def _mark(self, application: str) -> None:
+        """Mark a model's application as leaving. Raises ApiError if Serve does not take it."""
+        for last_try in range(MARK_TRIES):
+            try:
+                await _change(lambda applications: serve.with_leaving(applications, application))
+                return
+            except ApiError:
+                raise
+            except Exception as error:  # of Ray: Serve may have taken it, and a mark more is none
+                if last_try == MARK_TRIES - 1:
+                    message = f"Serve does not answer: {str(error) or type(error).__name__}"
+                    raise ApiError("no_capacity", message) from None
+                await asyncio.sleep(RETRY_S)
 
     def finish_removal(self, model: LeavingModel) -> None:
         """Delete the application of a model that is marked, once no gateway needs it."""
@@ -144,22 +164,33 @@ class ModelOrders:
         return None
 
     async def _finish(self, model: LeavingModel) -> None:
-        """Wait until no gateway is connected to the model's router, then delete the application.
-
-        Where Serve refuses, a warning is logged: the next Control tries again.
-        """
+        """Wait until gateways have left the model's router, then delete the application."""
+        name = model.application_name
         try:
-            for _ in range(int(REMOVE_LIMIT_S / REMOVE_POLL_S)):
-                await asyncio.sleep(REMOVE_POLL_S)
-                router, _workers = await model.plane.inspect()
-                if router is not None and not router.get("gateways"):
-                    break
-            name = model.application_name
-            await _change(lambda applications: serve.without_application(applications, name))
-        except ApiError as error:
-            log.warning("the model %s is not deleted yet: %s", model.name, error.message)
+            await self._wait_for_gateways(model)
+            while True:
+                try:
+                    await _change(
+                        lambda applications: serve.without_application(applications, name)
+                    )
+                    return
+                except Exception as error:  # of Serve and Ray, of many types
+                    reason = str(error) or type(error).__name__
+                    log.warning("the model %s is not deleted yet: %s", model.name, reason)
+                    await asyncio.sleep(RETRY_S)
         finally:
             del self._removals[model.name]
+
+    async def _wait_for_gateways(self, model: LeavingModel) -> None:
+        """Wait until no gateway has been connected for `CALM_S`, at most `REMOVE_LIMIT_S`."""
+        calm_looks = 0
+        for _ in range(int(REMOVE_LIMIT_S / REMOVE_POLL_S)):
+            await asyncio.sleep(REMOVE_POLL_S)
+            router, _workers = await model.plane.inspect()
+            is_calm = router is not None and not router["connected_gateways"]
+            calm_looks = calm_looks + 1 if is_calm else 0
+            if calm_looks * REMOVE_POLL_S >= CALM_S:
+                return
 
 
 async def _change(change: serve.ApplicationsChange) -> None:

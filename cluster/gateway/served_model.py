@@ -34,7 +34,7 @@ from ..telemetry.page import MetricRow
 from ..telemetry.tracing import Tracer, end_request_span
 from ..telemetry.vllm_metrics import cluster_rows
 from .answer_memory import AnswerMemory
-from .apis.parameters import ModelLimits
+from .apis.parameters import ModelLimits, check_known_ids
 from .attempt.generator import Generator
 from .attempt.journal import Journal
 from .attempt.partitions import CachePartitions
@@ -219,6 +219,7 @@ class ServedModel:
         self._facilities.capacity.check_room()
         body.check(self.text, self.limits)
         prompt = await self._prompt_of(body)
+        check_known_ids(prompt.token_ids, self.text, self.limits)
         sampling = body.sampling(self.text, request_id, len(prompt.token_ids), self.limits)
         self._facilities.door.check_answers(terms.api_key, sampling.n)
         if sampling.grammar:
@@ -273,7 +274,7 @@ class ServedModel:
             message = f"{len(token_ids)} ids of {sampling.max_tokens}: the answer is complete"
         elif any(id in sampling.stop_ids for id in token_ids[sampling.min_tokens :]):
             message = "an id that ends the answer is among them: the answer is complete"
-        elif max(token_ids) >= self.text.vocabulary_size:
+        elif max(token_ids) >= min(self.text.vocabulary_size, self.limits.vocabulary):
             message = f"{max(token_ids)} is no id of this model"
         if message:
             raise ApiError("invalid_request", f"resume_token_ids: {message}", "resume_token_ids")
@@ -463,8 +464,16 @@ class ServedModel:
         return (row._replace(base_labels=labels) for row in rows)
 
 
-def _ends_and_length(folder: Path, config: ClusterConfig) -> tuple[tuple[int, ...], int]:
-    """The ids that end an answer, and the tokens of a prompt and its answer, at most."""
+@dataclass(frozen=True, slots=True)
+class _ModelBounds:
+    """What a checkpoint and its pools allow."""
+
+    end_ids: tuple[int, ...]  #: Ids that end an answer.
+    max_model_len: int  #: Tokens of a prompt and its answer, at most.
+    vocabulary: int  #: Ids are below it.
+
+
+def _bounds(folder: Path, config: ClusterConfig) -> _ModelBounds:
     pools = (config.pools.prefill, config.pools.decode)
     # A pool that a GPU's worker sizes bounds nothing here: the worker refuses what is too long.
     pool_bytes = [pool.engine.kv_bytes for pool in pools if pool.engine.kv_bytes is not None]
@@ -474,13 +483,13 @@ def _ends_and_length(folder: Path, config: ClusterConfig) -> tuple[tuple[int, ..
         for kv_bytes in pool_bytes:
             pool_tokens = facts.pool_tokens(kv_bytes, config.model.dtype)
             limit = min(limit, pool_tokens - config.model.block_tokens)
-        return facts.end_ids, limit
+        return _ModelBounds(facts.end_ids, limit, facts.vocabulary)
     spec = read_spec(folder)
     layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
     limit = config.model.max_model_len or spec.max_positions
     for kv_bytes in pool_bytes:
         limit = min(limit, context_limit(spec, layout, kv_bytes, config.model.max_model_len))
-    return spec.eos_ids, limit
+    return _ModelBounds(spec.eos_ids, limit, spec.vocab)
 
 
 def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimits:
@@ -490,7 +499,7 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimit
     the characters of the vocabulary's longest token. A checkpoint that does not say `do_sample` is
     greedy by default.
     """
-    stop_ids, max_model_len = _ends_and_length(folder, config)
+    bounds = _bounds(folder, config)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
     temperature = generation.get("temperature", 1.0) if generation.get("do_sample") else 0.0
@@ -500,10 +509,11 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimit
         top_p = generation.get("top_p") or 1.0
         top_k = generation.get("top_k") or 0
     return ModelLimits(
-        max_model_len=max_model_len,
+        max_model_len=bounds.max_model_len,
+        vocabulary=bounds.vocabulary,
         longest_token_chars=token_chars,
         block_tokens=config.model.block_tokens,
-        stop_ids=stop_ids,
+        stop_ids=bounds.end_ids,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,

@@ -140,6 +140,8 @@ class PlannerConfig:
     pools: dict[str, ReplicaBounds]
     #: False: roles change, replica counts do not.
     scaling_enabled: bool = True
+    #: False: no worker may flip, as the pools differ in `tensor_parallel`.
+    flips_enabled: bool = True
     #: GPUs of all replicas together; None: no limit.
     gpu_limit: int | None = None
     #: Within this time a backlog should be worked off.
@@ -362,6 +364,8 @@ class Planner:
 
         A pressure that is infinite before and after is not lower.
         """
+        if not self.config.flips_enabled:
+            return []
         if now - self.last_flip_at < self.config.flip_dwell_s:
             return []
         pressure = self.pressure(observation, roles)

@@ -92,12 +92,12 @@ def cluster_rows(
     largest number of tokens that a prompt and its answer may have together: so many tokens must the
     KV pools have for each request that is sure to fit.
     """
-    router = router or {"waiting": 0, "hit_tokens": 0, "prompt_tokens": 0}
     engines = [worker["engine"] for worker in workers]
-    yield from _request_rows(router["waiting"], engines)
+    yield from _request_rows(router["waiting"] if router else 0, engines)
     yield from _kv_rows(engines, block_tokens, max_model_len)
-    yield MetricRow("vllm:prefix_cache_queries_total", router["prompt_tokens"])
-    yield MetricRow("vllm:prefix_cache_hits_total", router["hit_tokens"])
+    if router:  # else the counters would go back to 0, and come again as news
+        yield MetricRow("vllm:prefix_cache_queries_total", router["prompt_tokens"])
+        yield MetricRow("vllm:prefix_cache_hits_total", router["hit_tokens"])
     yield MetricRow("vllm:num_preemptions_total", sum(engine["preemptions"] for engine in engines))
     yield from _histogram_rows(engines)
 

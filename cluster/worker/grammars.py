@@ -106,15 +106,13 @@ class GrammarQueue:
 
     def _compile_next(self) -> None:
         """Let a thread compile the next grammar, if one is free."""
-        if not self._queue or len(self._compiling) >= THREADS:
-            return
-        grammar = self._queue.popleft()
-        if not self._is_awaited(grammar):
-            self._compile_next()
-            return
-        self._compiling.add(grammar)
-        # A thread of its own, as nothing waits for it when the process ends.
-        threading.Thread(target=self._compile, args=(grammar,), daemon=True).start()
+        while self._queue and len(self._compiling) < THREADS:
+            grammar = self._queue.popleft()
+            if not self._is_awaited(grammar):
+                continue
+            self._compiling.add(grammar)
+            # A thread of its own, as nothing waits for it when the process ends.
+            threading.Thread(target=self._compile, args=(grammar,), daemon=True).start()
 
     def _compile(self, grammar: frames.Grammar) -> None:
         """Compile a grammar, in a thread of its own, and tell the event loop."""

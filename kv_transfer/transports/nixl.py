@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from typing import Any
@@ -34,6 +34,8 @@ from ..transport import (
     TransportEvent,
 )
 from .process import ProcessWatch, own_process_identity
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 1.0  #: a dead peer's bytes in our own socket buffers are applied within this
 _OWN_AGENT = "NIXL_INIT_AGENT"  #: NIXL's name for the side that posts a transfer
@@ -120,12 +122,13 @@ class NixlPeer:
         return has_ended
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NixlWrite:
     """A posted transfer that has not ended."""
 
     peer: str
     transfer: Any  #: NIXL's handle, which has to be released
+    is_kept: bool = False  #: NIXL did not release it, though it has failed.
 
 
 class NixlTransport:
@@ -210,7 +213,8 @@ class NixlTransport:
             state = self._agent.transfer(transfer)
         except Exception as error:
             if transfer is not None:
-                self._agent.release_xfer_handle(transfer)
+                with suppress(Exception):  # it may still be under way: then NIXL keeps it
+                    self._agent.release_xfer_handle(transfer)
             self._lose_peer(peer)
             raise PeerLost(f"{peer}: {type(error).__name__}") from error
 
@@ -275,8 +279,14 @@ class NixlTransport:
         except Exception as error:
             reason = type(error).__name__
             self._lose_peer(write.peer)
+        try:
+            self._agent.release_xfer_handle(write.transfer)
+        except Exception as error:  # it may still be under way
+            if not write.is_kept:
+                write.is_kept = True
+                log.warning("NIXL keeps a write to %s: %s", write.peer, type(error).__name__)
+            return False
         del self._writes[handle]
-        self._agent.release_xfer_handle(write.transfer)
         self._events.append(PostedWriteEnded(handle, ok=not reason, reason=reason))
         return True
 

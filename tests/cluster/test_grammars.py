@@ -31,6 +31,32 @@ SLOW = f.Grammar("json_schema", json.dumps(SLOW_SCHEMA))
 QUICK = f.Grammar("regex", "[a-z]{3}")
 
 
+async def test_any_number_of_grammars_that_nobody_awaits_any_more_is_passed_over() -> None:
+    may_end = threading.Event()
+    begun: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+    engine = SimpleNamespace(
+        has_grammar=lambda grammar: False, compile_grammar=lambda grammar: may_end.wait(30)
+    )
+    queue = GrammarQueue(
+        engine,  # type: ignore[arg-type]
+        lambda gateway, frame: begun.put_nowait(frame.attempt_key),
+        lambda *refused: None,
+    )
+
+    def begin(gateway: str, number: int) -> None:
+        sampling = f.Sampling(1, grammar=f.Grammar("regex", str(number)))
+        frame = f.StartPrefill((gateway, number), 1, [1], sampling, "decode/a")
+        queue.begin_when_compiled(gateway, frame)
+
+    for number in range(1300):
+        begin("gone", number)
+    begin("here", 1300)
+    queue.forget_gateway("gone")
+    may_end.set()
+    async with asyncio.timeout(20):
+        assert await begun.get() == ("here", 1300)
+
+
 def test_a_grammar_is_compiled_within_a_limit_and_others_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

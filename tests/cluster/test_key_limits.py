@@ -124,6 +124,17 @@ def test_answers_of_several_prompts_and_n_count_each(
     end_kept(endless)
 
 
+def test_each_prompt_of_a_call_counts_in_the_rate(locked: tuple[StandIn, Path]) -> None:
+    gateway, _ = locked
+    key = key_with(locked, requests_per_min=12)
+
+    def status(prompts: int) -> int:
+        body = {"prompt": ["a"] * prompts, "max_tokens": 1}
+        return httpx.post(gateway.url + "/v1/completions", json=body, headers=key).status_code
+
+    assert [status(5), status(5), status(5)] == [200, 200, 429]
+
+
 def test_each_answer_takes_its_place_in_the_minute(locked: tuple[StandIn, Path]) -> None:
     gateway, _ = locked
     key = key_with(locked, requests_per_min=10)  # of which a call of `key_with` was the first

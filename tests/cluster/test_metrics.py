@@ -179,6 +179,8 @@ def test_the_main_port_s_page_has_what_vllm_s_own_test_expects() -> None:
     for worker in workers:
         worker["engine"]["request_preemptions"] = {"0": 2, "1": 1, "inf": 0, "sum": 1}
     router = {"waiting": 5, "hit_tokens": 7, "prompt_tokens": 9}
+    without_router = {row.name for row in cluster_rows(None, workers, 16, 96)}
+    assert not any("prefix_cache" in name for name in without_router), "counters would fall to 0"
     exporter = Exporter(ObservabilitySettings(), BASE, lambda: tally.rows(0, 0, 0))
     rows = [*tally.vllm_rows(), *cluster_rows(router, workers, 16, 96)]
     page = exporter.render_with(rows)[1].decode()

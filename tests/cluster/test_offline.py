@@ -12,7 +12,13 @@ from typing import Any
 import diptych
 import pytest
 from diptych import LLM, RequestError
-from diptych.cluster.batch_file import BatchFileError, answer_line, answered_ids, read_requests
+from diptych.cluster.batch_file import (
+    BatchFileError,
+    BatchRequest,
+    answer_line,
+    answered_ids,
+    read_requests,
+)
 from diptych.cluster.config import ConfigError
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
@@ -117,6 +123,18 @@ def test_who_iterates_gets_each_error_in_its_place_and_may_leave(llm: LLM) -> No
     assert llm.generate(["c"], max_tokens=1)[0]["usage"]["completion_tokens"] == 1
 
 
+def test_others_may_be_asked_while_an_iteration_is_under_way(llm: LLM) -> None:
+    bodies = [{"prompt": text, "max_tokens": 3 + 9 * index} for index, text in enumerate("ab")]
+    alone = dict(llm.iterate(bodies))
+    first, second = llm.iterate(bodies), llm.iterate(bodies)
+    answers = [dict([next(first)]), dict([next(second)])]
+    assert llm.generate(["c"], max_tokens=40)[0]["usage"]["completion_tokens"] == 40
+    for found, iteration in zip(answers, (first, second), strict=True):
+        found.update(iteration)
+        texts = [found[index]["choices"][0]["text"] for index in range(2)]
+        assert texts == [alone[index]["choices"][0]["text"] for index in range(2)]
+
+
 def test_prompts_that_differ_within_a_large_block_share_nothing() -> None:
     shared = [3 + at % 400 for at in range(64)]
     prompts = [shared + [5] * 80, shared + [7] * 80]
@@ -156,6 +174,8 @@ def line(custom_id: Any, **fields: Any) -> str:
         (line(3), ":1: custom_id must be a text"),
         (line("a") + line("a"), ":2: custom_id 'a' stands there twice"),
         (line("a", url="/v1/embeddings"), ":1: url is '/v1/embeddings'"),
+        (line("a", url=[]), r":1: url is \[\]"),
+        (line("\ud800"), ":1: custom_id must be a text"),
         (line("a", method="GET"), ":1: method is 'GET'"),
         (line("a", body={"messages": []}), ":1: body must be an object with prompt"),
     ],
@@ -167,6 +187,13 @@ def test_a_file_that_is_no_batch_is_refused_by_line(
     path.write_text(text)
     with pytest.raises(BatchFileError, match=message):
         read_requests(path)
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": None}])
+def test_a_request_without_a_seed_has_always_the_same(fields: dict[str, Any]) -> None:
+    one, again, other = (BatchRequest(name, fields).seeded_body["seed"] for name in "aab")
+    assert one == again != other
+    assert BatchRequest("a", {"seed": 0}).seeded_body == {"seed": 0}
 
 
 def test_a_half_written_line_of_answers_is_taken_off(tmp_path: Path) -> None:

@@ -201,7 +201,16 @@ def test_logprobs_of_named_ids_need_logprobs_and_tokens(gateway: StandIn) -> Non
 # ---- token ids -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{}, {"stop": ["no such text"]}, {"logprobs": 1}, {"n": 2}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"stop": ["no such text"]},
+        {"stop": [f"{ANSWER[:9]}, but"]},  # the beginning is held back
+        {"logprobs": 1},
+        {"n": 2},
+    ],
+)
 def test_token_ids_of_prompt_and_answer_come_with_the_text(gateway: StandIn, fields: dict) -> None:
     tokenizer = gateway.model.text
     ids = {"return_token_ids": True}

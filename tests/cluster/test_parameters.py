@@ -7,12 +7,31 @@ from typing import Any
 
 import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest
-from diptych.cluster.gateway.apis.parameters import ModelLimits, check_prompt_length, sampling_of
+from diptych.cluster.gateway.apis.parameters import (
+    ModelLimits,
+    check_known_ids,
+    check_prompt_length,
+    sampling_of,
+)
 from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.errors import ApiError
+from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
+from diptych.engine.demo import CHECKPOINT
 from diptych.protos.frames import Grammar, Sampling
 
 LIMITS = ModelLimits(max_model_len=100, stop_ids=(5, 1), temperature=0.0)
+
+
+def test_a_token_that_only_the_tokenizer_knows_is_refused_by_its_name() -> None:
+    """The model has no weights for it, and the engine would end."""
+    tokenizer = ChatTokenizer(CHECKPOINT)
+    known = tokenizer.vocabulary_size
+    smaller = LIMITS.model_copy(update={"vocabulary": known - 1})
+    check_known_ids([0, known - 2], tokenizer, smaller)
+    check_known_ids([0, known - 1], tokenizer, LIMITS)
+    with pytest.raises(ApiError, match=f"id {known - 1}") as refused:
+        check_known_ids([known - 1, 0], tokenizer, smaller)
+    assert refused.value.reason == "invalid_request"
 
 
 def body(**fields: Any) -> bytes:

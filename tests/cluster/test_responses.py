@@ -213,6 +213,35 @@ def test_tools_of_openai_s_servers_are_ignored_beside_the_client_s(gateway: Stan
 
 
 @pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ('{"a": 1,}', 200),
+        ("[1]", 200),
+        ("", 200),
+        ('{"a":' * 190 + "1" + "}" * 190, 200),
+        ('{"a":' * 500 + "1" + "}" * 500, 400),
+        ('{"a":' * 5000 + "1" + "}" * 5000, 200),
+    ],
+)
+def test_a_call_whose_arguments_are_no_json_stays_a_part_of_the_conversation(
+    gateway: StandIn, arguments: str, status: int
+) -> None:
+    """A model wrote them, and an agent tells it what is wrong."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+    output = {"type": "function_call_output", "call_id": "c", "output": "no JSON"}
+    answer = httpx.post(gateway.url + PATH, json={"input": [call, output]})
+    assert answer.status_code == status, answer.text
+    function = {"name": "f", "arguments": arguments}
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]},
+        {"role": "tool", "tool_call_id": "c", "content": "no JSON"},
+    ]
+    answer = httpx.post(gateway.url + "/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"tools": [{"type": "web_search"}]}, "'web_search' are not offered"),
@@ -227,8 +256,6 @@ def test_tools_of_openai_s_servers_are_ignored_beside_the_client_s(gateway: Stan
         ({"input": [{"type": "computer_call"}]}, "items of type 'computer_call' are not read"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "needs a text"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
-         "input.0: arguments must be the JSON text of an object"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.0.output"),
         ({"input": [7]}, "input.0: an item is an object"),
         ({"input": []}, "at least 1 item"), ({"input": 7}, "valid string"),

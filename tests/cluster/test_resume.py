@@ -162,6 +162,13 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("event_id", ["", "0", "0.0"])
+def test_at_the_beginning_nothing_is_left_out(event_id: str) -> None:
+    assert r.cursors_of(event_id) == ()
+    assert r.cursors_of("0.1") == (r.Cursor(0), r.Cursor(1))
+    assert r.cursors_of("0e") == (r.Cursor(0, ended=True),)
+
+
 @pytest.mark.parametrize("resume", [r.Resume(), KEEP])
 def test_an_answer_that_nobody_interrupts_is_told_as_it_comes(resume: r.Resume) -> None:
     async def test(source: Source, shelf: shelves.Shelf) -> None:

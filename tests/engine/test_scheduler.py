@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from diptych.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from diptych.engine.sequence import Sequence
+from diptych.protos.frames import Sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -187,6 +188,29 @@ def test_the_youngest_is_preempted_when_a_block_is_missing() -> None:
     assert names(plan.decode) == ["a"], "a takes c's block, b takes none: it is now the youngest"
     assert names(s.waiting) == ["b", "c"]
     assert s.preemptions == 2
+
+
+def test_a_preempted_sequence_whose_first_token_came_is_not_late() -> None:
+    s = scheduler()
+    one = seq("a", 100, most=300)
+    one.deadline_s = 101.0
+    s.add(one)
+    carry_out(s, s.plan(100.0))
+    s._preempt(one)
+    s.plan(102.0)
+    assert one.generated_tokens == 1 and not one.background and one.deadline_s == 101.0
+
+
+def test_what_a_committed_sequence_brought_with_it_is_not_counted_again() -> None:
+    s = scheduler()
+    one = seq("a", 150)
+    one.sampling = Sampling(10, prompt_logprobs=0)
+    transferred(s, one, waited=2.0)
+    carry_out(s, s.plan())
+    s._preempt(one)
+    assert one.prompt_logprobs_sent == one.prompt_tokens, "its prompt would be scored once more"
+    assert one.cacheable_tokens == len(one.token_ids) - 1
+    assert one.waited_s == 0.0
 
 
 def test_a_preempted_sequence_is_computed_again_from_prompt_and_generated_ids() -> None:

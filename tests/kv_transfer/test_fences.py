@@ -9,7 +9,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from diptych.kv_transfer.transport import NotificationReceived, card_of
+from diptych.kv_transfer.transport import (
+    NotificationReceived,
+    PeerDisconnected,
+    PostedWriteEnded,
+    card_of,
+)
 from diptych.kv_transfer.transports import nixl, open_transport, process
 
 from ..kit.conformance import DEADLINE_S, MemoryPool, spans
@@ -135,6 +140,39 @@ def test_a_slow_write_of_nixl_holds_back_no_other_peers_notes(monkeypatch):
         assert agent.ended == [("quick", b"2")], "the next write has had it sent"
         transport._peers.clear()
         transport._writes.clear()
+    transport.close()
+
+
+@needs_nixl
+def test_a_write_that_nixl_does_not_release_ends_when_it_does(monkeypatch):
+    """Until then the peer's blocks may still be written; and nothing may end the transfer thread."""
+    pool, transport = open_end("nixl", "stuck#0", 1)
+
+    class FailedAgent(BusyAgent):
+        is_stuck = True
+
+        def check_xfer_state(self, transfer):
+            raise RuntimeError("REMOTE_DISCONNECT")
+
+        def release_xfer_handle(self, transfer):
+            if self.is_stuck:
+                raise RuntimeError("it is still under way")
+
+        def get_new_notifs(self):
+            return {}
+
+    agent = FailedAgent()
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "_agent", agent)
+        region = SimpleNamespace(units=lambda unit_bytes: "peer")
+        transport._peers["peer"] = SimpleNamespace(region=region, is_lost=False)
+        handle = transport.write("peer", spans(pool.block_bytes, [0], [0]), b"1")
+        assert transport.poll() == [PeerDisconnected("peer")]
+        assert transport.poll() == [] and transport.moving
+        agent.is_stuck = False
+        assert transport.poll() == [PostedWriteEnded(handle, ok=False, reason="RuntimeError")]
+        assert not transport.moving
+        transport._peers.clear()
     transport.close()
 
 

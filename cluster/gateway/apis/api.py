@@ -150,6 +150,7 @@ class Api:
         terms = http.state.terms
         prompts = body.prompts()
         self.service.door.check_answers(terms.api_key, len(prompts) * (body.n or 1))
+        self.service.door.charge_prompts(terms.api_key, len(prompts) - 1)
         request_ids = [request_id]
         if len(prompts) > 1:
             # An id has 128 characters at most: cut, so that the number fits behind.

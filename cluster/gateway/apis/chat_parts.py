@@ -52,19 +52,18 @@ class _PastToolCall(BodyPart):
     function: _CalledFunction
     index: int | None = None  #: Only chunks have it; clients that kept one send it back.
 
-    @model_validator(mode="after")
-    def _check_arguments(self) -> _PastToolCall:
-        if not isinstance(self.parsed_arguments, dict):
-            raise ValueError("arguments must be the JSON text of an object")
-        return self
-
     @property
-    def parsed_arguments(self) -> Any:
-        """The arguments as a value; None if their text is not JSON."""
+    def parsed_arguments(self) -> dict[str, Any]:
+        """The arguments as an object.
+
+        A model may write others, which stay a part of the conversation: `INVALID_JSON` has them.
+        """
+        text = self.function.arguments
         try:
-            return msgspec.json.decode(self.function.arguments or "{}")
-        except msgspec.DecodeError:
-            return None
+            arguments = msgspec.json.decode(text or "{}")
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+        return arguments if isinstance(arguments, dict) else {"INVALID_JSON": text}
 
 
 def content_branch(content: Any) -> str:

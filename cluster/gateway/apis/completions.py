@@ -205,7 +205,8 @@ class CompletionShape:
         """Return the chunk of a piece of an answer, or none if it has nothing to say."""
         self._stream_usage.note(delta)
         choice = self._choice(delta)
-        has_tokens = choice["logprobs"] is not None or bool(choice.get("token_ids"))
+        has_ids = bool(choice.get("token_ids")) or "prompt_token_ids" in choice
+        has_tokens = choice["logprobs"] is not None or has_ids
         if not choice["text"] and not delta.finish_reason and not has_tokens:
             return []
         chunk = {**self._common_fields, "choices": [choice]}

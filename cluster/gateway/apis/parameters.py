@@ -8,6 +8,7 @@ there.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import xxhash
@@ -226,10 +227,28 @@ class ModelLimits(BaseModel):
     #: refused by its characters.
     longest_token_chars: int = 1 << 20
     block_tokens: int = 64  #: Tokens of a block of the cache.
+    #: Ids are below it. The tokenizer may have further ones; the default refuses none of its ids.
+    vocabulary: int = 1 << 31
     stop_ids: tuple[int, ...]  #: Ids that end an answer.
     temperature: float  #: 0 is greedy.
     top_p: float = 1.0  #: 1: no limit.
     top_k: int = 0  #: 0: no limit.
+
+
+def check_known_ids(
+    token_ids: Sequence[int], tokenizer: ChatTokenizer, limits: ModelLimits
+) -> None:
+    """Raise ApiError for an id that the tokenizer has and the model does not.
+
+    So it is with tokens that somebody added to a tokenizer, without weights for them.
+    """
+    if tokenizer.vocabulary_size <= limits.vocabulary:
+        return
+    highest_id = max(token_ids, default=0)
+    if highest_id >= limits.vocabulary:
+        token = tokenizer.token_text(highest_id)
+        message = f"the token {token!r} (id {highest_id}) has no place in this model's vocabulary"
+        raise ApiError("invalid_request", message)
 
 
 def sampling_of(

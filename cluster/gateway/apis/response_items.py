@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import (
     ConfigDict,
     Discriminator,
@@ -93,18 +92,6 @@ class _CallItem(_Item):
     name: str
     namespace: str | None = None
     arguments: str = "{}"
-
-    @model_validator(mode="after")
-    def _check_arguments(self) -> _CallItem:
-        if self.status == INCOMPLETE:
-            return self  # the arguments were cut, and no chat will have the call
-        try:
-            arguments = msgspec.json.decode(self.arguments or "{}")
-        except msgspec.DecodeError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise ValueError("arguments must be the JSON text of an object")
-        return self
 
 
 class _CustomCallItem(_Item):

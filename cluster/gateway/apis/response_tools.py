@@ -252,7 +252,7 @@ def custom_input(arguments: str) -> str:
     """Return the input of a custom tool in a call's arguments; these themselves if they are cut."""
     try:
         fields = msgspec.json.decode(arguments or "{}")
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return arguments
     text = fields.get(CUSTOM_INPUT, "") if isinstance(fields, dict) else arguments
     return text if isinstance(text, str) else arguments

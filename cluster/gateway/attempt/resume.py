@@ -75,9 +75,11 @@ def read_resume(get_header: Callable[[str], str | None]) -> Resume:
 
 
 def cursors_of(event_id: str) -> tuple[Cursor, ...]:
-    """Returns the cursor of each answer that an event's id stands for."""
+    """Returns the cursor of each answer that an event's id stands for; none at the beginning."""
     counts = event_id.split(".") if event_id else []
-    return tuple(Cursor(int(count.rstrip("e")), count.endswith("e")) for count in counts)
+    cursors = [Cursor(int(count.rstrip("e")), count.endswith("e")) for count in counts]
+    has_something = any(cursor.tokens or cursor.ended for cursor in cursors)
+    return tuple(cursors) if has_something else ()
 
 
 def event_id_of(cursors: Iterable[Cursor]) -> str:

@@ -141,6 +141,13 @@ class KeyLimiter:
         self._fill_bucket(key, usage, 1, now)
         usage.open_calls += 1
 
+    def charge_prompts(self, key: LimitedKey, count: int, now: float) -> None:
+        """Counts a call's further prompts: with the first one its call is in the bucket.
+
+        Raises ApiError above the limit.
+        """
+        self._fill_bucket(key, self._usage_by_id.setdefault(key.id, KeyUsage()), count, now)
+
     def close_call(self, key: LimitedKey) -> None:
         """Counts a call as over that `open_call` has counted."""
         self._usage_by_id[key.id].open_calls -= 1

@@ -192,6 +192,11 @@ class AccessControl:
         finally:
             self._limiter.end_answers(key, answers)
 
+    def charge_prompts(self, key: ApiKey | None, further_prompts: int) -> None:
+        """Count the prompts of a call but its first, each as a call. Raises ApiError at a limit."""
+        if key is not None and further_prompts:
+            self._limiter.charge_prompts(key, further_prompts, time.monotonic())
+
     def check_answers(self, key: ApiKey | None, answers: int) -> None:
         """Raise ApiError if a call asks for more answers than its key may ever have."""
         if key is None:

@@ -409,7 +409,7 @@ def _chat_body(message: pb.ChatRequest) -> bytes:
         body["tool_choice"] = _parsed(message.tool_choice, "tool_choice")
     elif message.tool_choice:
         body["tool_choice"] = message.tool_choice
-    return msgspec.json.encode(body)
+    return _encoded(body)
 
 
 def _generate_body(message: pb.GenerateRequest) -> bytes:
@@ -418,7 +418,7 @@ def _generate_body(message: pb.GenerateRequest) -> bytes:
     has_ids = message.WhichOneof("prompt") == "ids"
     body["prompt"] = list(message.ids.ids) if has_ids else message.text
     body["add_special_tokens"] = not message.without_special_tokens
-    return msgspec.json.encode(body)
+    return _encoded(body)
 
 
 def _message_fields(turn: pb.Message) -> dict[str, Any]:
@@ -462,6 +462,15 @@ def _sampling_fields(message: pb.ChatRequest | pb.GenerateRequest) -> dict[str, 
         if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
             raise ApiError("invalid_request", f"{name} is not a number", name)
     return body
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    """Returns the JSON of a body. Raises ApiError."""
+    try:
+        return msgspec.json.encode(body)
+    except (UnicodeEncodeError, RecursionError):
+        message = "a JSON text has half of a surrogate pair, or is nested too deeply"
+        raise ApiError("invalid_request", message) from None
 
 
 def _parsed(text: str, name: str) -> Any:

@@ -17,7 +17,7 @@ import jinja2
 import jinja2.meta
 import jinja2.nodes
 
-from .limited import LimitedProcesses, ProcessLimits, serve
+from .limited import LimitedProcesses, ProcessLimits, RefusedError, serve
 from .sandbox import LIMIT_CHARS, LIMIT_S, TemplateSandbox
 from .template_reading import TemplateFields, template_fields_of
 
@@ -92,7 +92,10 @@ class ChatTemplates:
         which must not wait, raises NotAtOnceError if that would take long, or if the text has more
         than `brief_bytes`.
         """
-        request = pickle.dumps((tools, variables), protocol=pickle.HIGHEST_PROTOCOL)
+        try:
+            request = pickle.dumps((tools, variables), protocol=pickle.HIGHEST_PROTOCOL)
+        except RecursionError:
+            raise RefusedError("the conversation's tools or calls are nested too deeply") from None
         if asyncio._get_running_loop() is None:
             text = self._processes.ask(request)
         else:

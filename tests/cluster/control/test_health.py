@@ -48,6 +48,13 @@ def test_transfers_that_keep_failing_are_a_reason_for_a_minute() -> None:
     assert watched.look(20.0 + TRANSFER_WINDOW_S, *later) == []
 
 
+def test_a_worker_that_was_late_once_has_no_new_failures() -> None:
+    watched = Watched()
+    for second in range(0, 100, 5):
+        told = [worker("decode/a", checksum=40)] if second != 10 else []
+        assert watched.look(float(second), *told, worker("decode/b")) == []
+
+
 def test_the_end_or_drain_of_a_worker_is_no_failure_of_transfers() -> None:
     watched = Watched()
     watched.look(0.0, worker("decode/a"))

@@ -31,6 +31,13 @@ def test_prefix_hits_are_those_since_the_last_sample_also_after_a_new_router() -
     assert history.since(-1.0)["series"]["prefix_hit"] == [0.0, 0.5, None, None, 1.0]
 
 
+def test_prefix_hits_behind_a_time_without_a_router_are_new_ones() -> None:
+    history = History()
+    for told in (status(900, 1000), {**status(0, 0), "router": None}, status(900, 1100)):
+        history.add(told, 0.0)
+    assert history.since(-1.0)["series"]["prefix_hit"] == [0.9, None, 0.0]
+
+
 def test_without_a_router_there_is_a_sample_all_the_same() -> None:
     history = History()
     history.add({**status(), "router": None}, 1.0)

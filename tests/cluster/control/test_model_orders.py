@@ -39,7 +39,7 @@ class Controlled:
         self.plane = self
 
     async def inspect(self) -> tuple[dict[str, Any], list]:
-        return {"gateways": self.gateways}, []
+        return {"connected_gateways": len(self.gateways)}, []
 
 
 class Cluster:
@@ -63,6 +63,8 @@ class Cluster:
 
         monkeypatch.setattr(model_orders.serve, "change_applications", change)
         monkeypatch.setattr(model_orders, "REMOVE_POLL_S", 0.01)
+        monkeypatch.setattr(model_orders, "CALM_S", 0.05)
+        monkeypatch.setattr(model_orders, "RETRY_S", 0.01)
 
     @property
     def found(self) -> list[ModelApplication]:
@@ -147,6 +149,59 @@ def test_a_gateway_that_does_not_leave_is_not_waited_for_for_ever(
         async with asyncio.timeout(10):
             await asyncio.gather(*cluster.orders._removals.values())
         assert [one.name for one in cluster.found] == ["diptych-one"]
+
+    asyncio.run(test())
+
+
+def test_one_look_without_gateways_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router that has restarted has none for a moment."""
+
+    async def test() -> None:
+        cluster = Cluster(monkeypatch, "one", "two")
+        gateways = cluster.models["two"].gateways
+        await cluster.orders.remove("two", dry_run=False)
+        for turn in range(20):
+            cluster.models["two"].gateways = [] if turn % 2 else gateways
+            await asyncio.sleep(0.012)
+        assert len(cluster.found) == 2
+        await cluster.orders.stop()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_removal_outlives_serves_controller(
+    monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    async def test() -> None:
+        cluster = Cluster(monkeypatch, "one", "two")
+        cluster.models["two"].gateways = []
+        change = model_orders.serve.change_applications
+        left = {"mark": failures, "delete": failures}
+
+        async def lose(made: Any) -> None:
+            step = "mark" if any(not one.leaving for one in cluster.found[1:]) else "delete"
+            left[step] -= 1
+            if left[step] >= 0:
+                raise RuntimeError("the actor died")
+            await change(made)
+
+        monkeypatch.setattr(model_orders.serve, "change_applications", lose)
+        async with asyncio.timeout(10):
+            await cluster.orders.remove("two", dry_run=False)
+            await asyncio.gather(*cluster.orders._removals.values())
+        assert [one.name for one in cluster.found] == ["diptych-one"]
+
+    asyncio.run(test())
+
+
+def test_the_last_model_that_stays_is_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        cluster = Cluster(monkeypatch, "one", "two")
+        await cluster.orders.remove("two", dry_run=False)
+        with pytest.raises(ApiError, match="the only model"):
+            await cluster.orders.remove("one", dry_run=False)
+        await cluster.orders.stop()
 
     asyncio.run(test())
 

@@ -282,6 +282,29 @@ def test_another_count_in_the_values_ends_the_order(
     assert set(orders) == {"prefill"}, "the order that has ended is forgotten"
 
 
+def test_a_look_does_not_take_back_an_order_that_comes_meanwhile(
+    serve: FakeServe, pools: KubeRayPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read of the RayService is older than the order."""
+    actions: list[str] = []
+
+    async def order_between() -> None:
+        is_read, observe = asyncio.Event(), serve.observe
+
+        async def observe_late() -> Any:
+            is_read.set()
+            await asyncio.sleep(0.2)
+            return await observe()
+
+        monkeypatch.setattr(serve, "observe", observe_late)
+        look = asyncio.create_task(pools.follow_once(lambda what, about: actions.append(about)))
+        await is_read.wait()
+        await asyncio.gather(look, pools.resize({"decode": 5}))
+
+    asyncio.run(order_between())
+    assert serve.targets["decode"] == 5 and actions == []
+
+
 def test_a_model_that_is_not_deployed_yet_is_left_alone(
     serve: FakeServe, pools: KubeRayPools
 ) -> None:

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from diptych.cluster.config import ClusterConfig
+from diptych.cluster.control.autopilot import planner_config
 from diptych.cluster.planner.core import (
     FleetObservation,
     FlipWorker,
@@ -124,6 +126,19 @@ def test_too_much_for_the_fleet_asks_for_replicas_within_the_budget() -> None:
     assert action == ScalePool("prefill", 8, action.reason), "two more of 4 GPUs are within 40"
     starting = replace(given, starting_replicas={"prefill": 2})
     assert not one.handle(starting, 100.0), "it waits for those that start"
+
+
+def test_pools_between_which_nobody_can_flip_are_still_scaled() -> None:
+    """A flip would be refused each time, and put the shrinking off."""
+    given = seen("2P4D", LONG_PROMPTS, 3.0)
+    for flips_enabled in (True, False):
+        asked = play(planner(scaling_enabled=True, flips_enabled=flips_enabled), given, 600)
+        kinds = {type(action) for _, action in asked}
+        assert (FlipWorker in kinds) == flips_enabled
+        assert ScalePool in kinds
+    config = {"pools": {"prefill": {"tensor_parallel": 2}}}
+    assert not planner_config(ClusterConfig.model_validate(config)).flips_enabled
+    assert planner_config(ClusterConfig()).flips_enabled
 
 
 def test_drained_replicas_count_as_replicas_of_their_pool() -> None:

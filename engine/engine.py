@@ -286,10 +286,12 @@ class Engine:
             return []
         if pool.free_blocks >= pool.total_blocks // LOW_POOL_DIVISOR:
             return []
-        self._wait_for_device()
         # In a small pool only a sixteenth, and one block more, may be pinned at a time: pinned
         # blocks cannot be given out.
-        return pool.pin_for_demotion(min(DEMOTION_LIMIT, pool.total_blocks // 16 + 1))
+        pinned = pool.pin_for_demotion(min(DEMOTION_LIMIT, pool.total_blocks // 16 + 1))
+        if pinned:  # else the host may plan on while the device computes
+            self._wait_for_device()
+        return pinned
 
     def finish_demotion(self, block: int, copied: bool) -> None:
         """Unpins a block of `pin_for_demotion`, which a tier has `copied` or not."""

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from ...engine.engine_like import EngineLike
 from ...protos import frames
 
@@ -34,6 +36,18 @@ class WaitingAttempt:
     gateway: str
     frame: StartFrame
     refusal: asyncio.TimerHandle  #: Refuses the attempt when it has waited too long.
+    came_at_s: float  #: By the event loop's clock.
+
+    def frame_at(self, now_s: float) -> StartFrame:
+        """Return the frame as it is to be carried out now: its deadline is nearer.
+
+        A deadline of 0 is none, so one that is over is a millisecond ahead.
+        """
+        frame = self.frame
+        if not frame.deadline_s:
+            return frame
+        left_s = max(frame.deadline_s - (now_s - self.came_at_s), 1e-3)
+        return msgspec.structs.replace(frame, deadline_s=left_s)
 
 
 class GrammarQueue:
@@ -74,7 +88,8 @@ class GrammarQueue:
         if frame.attempt_key in self._waiting:
             return
         refusal = self._loop.call_later(COMPILE_LIMIT_S, self._give_up, frame.attempt_key)
-        self._waiting[frame.attempt_key] = WaitingAttempt(gateway, frame, refusal)
+        came_at_s = self._loop.time()
+        self._waiting[frame.attempt_key] = WaitingAttempt(gateway, frame, refusal, came_at_s)
         if grammar not in self._compiling and grammar not in self._queue:
             self._queue.append(grammar)
             self._compile_next()
@@ -128,7 +143,7 @@ class GrammarQueue:
         for key, attempt in list(self._waiting.items()):
             if attempt.frame.sampling.grammar == grammar:
                 self.forget(key)
-                self._begin(attempt.gateway, attempt.frame)
+                self._begin(attempt.gateway, attempt.frame_at(self._loop.time()))
         self._compile_next()
 
     def _is_awaited(self, grammar: frames.Grammar) -> bool:

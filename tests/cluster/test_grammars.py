@@ -31,6 +31,30 @@ SLOW = f.Grammar("json_schema", json.dumps(SLOW_SCHEMA))
 QUICK = f.Grammar("regex", "[a-z]{3}")
 
 
+async def test_the_wait_for_a_grammar_counts_in_the_deadline() -> None:
+    may_end = threading.Event()
+    begun: asyncio.Queue[f.StartPrefill] = asyncio.Queue()
+    engine = SimpleNamespace(
+        has_grammar=lambda grammar: False, compile_grammar=lambda grammar: may_end.wait(30)
+    )
+    queue = GrammarQueue(
+        engine,  # type: ignore[arg-type]
+        lambda gateway, frame: begun.put_nowait(frame),
+        lambda *refused: None,
+    )
+    sampling = f.Sampling(1, grammar=QUICK)
+    for number, deadline_s in enumerate((0.0, 0.05, 60.0)):
+        frame = f.StartPrefill(("r", number), 1, [1], sampling, "d", deadline_s=deadline_s)
+        queue.begin_when_compiled("gateway/a", frame)
+    began_s = time.monotonic()
+    await asyncio.sleep(0.2)
+    may_end.set()
+    async with asyncio.timeout(20):
+        none, over, far = [(await begun.get()).deadline_s for _ in range(3)]
+    assert none == 0.0 and over == 1e-3
+    assert 60.0 - (time.monotonic() - began_s) - 0.1 <= far <= 59.81
+
+
 async def test_any_number_of_grammars_that_nobody_awaits_any_more_is_passed_over() -> None:
     may_end = threading.Event()
     begun: asyncio.Queue[tuple[str, int]] = asyncio.Queue()

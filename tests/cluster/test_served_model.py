@@ -22,7 +22,7 @@ def served_model() -> ServedModel:
     link = SimpleNamespace(send=lambda frame: None)
     plane: Any = SimpleNamespace(link=link, hello=SimpleNamespace(name="gateway/test"))
     text = SimpleNamespace(call_flaws=Counter())
-    files: Any = SimpleNamespace(text=text, limits=None)
+    files: Any = SimpleNamespace(text=text, limits=SimpleNamespace(max_model_len=100))
     facilities: Any = SimpleNamespace(
         door=SimpleNamespace(generating=lambda key, answers: nullcontext()),
         capacity=SimpleNamespace(running_request=nullcontext),

@@ -302,9 +302,21 @@ class Shelf:
     async def _generate(self, reader: Reader, cursors: tuple[Cursor, ...]) -> None:
         """Pushes what is journaled, and then what comes."""
         request = reader.kept.request
-        sink = reader.sink
+        cut_off = partial(reader.cut_off, CutReason.READER_LAGS)
         request.backlog.limit_bytes = self._limits.stream_bytes
-        request.backlog.on_overflow = partial(reader.cut_off, CutReason.READER_LAGS)
+        request.backlog.on_overflow = cut_off
+        try:
+            await self._push_from(reader, cursors)
+        finally:
+            # The reader refers to the request: without this circle both are freed at once, not at
+            # the next full collection.
+            if request.backlog.on_overflow is cut_off:
+                request.backlog.on_overflow = None
+
+    async def _push_from(self, reader: Reader, cursors: tuple[Cursor, ...]) -> None:
+        """Pushes what the client lacks of the journal, and generates the rest."""
+        request = reader.kept.request
+        sink = reader.sink
         journaled = any(answer.journal or answer.ended for answer in request.answers)
         if cursors or journaled:
             targets = _padded(cursors, request)

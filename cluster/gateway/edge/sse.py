@@ -258,6 +258,7 @@ class EventStream(Response):
             self.on_opened()
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            del self._write_events  # it may be a method of this very object: a circle
             leaving.cancel()
             writing.cancel()
             failure, _ = await asyncio.gather(writing, leaving, return_exceptions=True)

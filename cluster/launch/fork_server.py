@@ -74,6 +74,7 @@ ADDED_BY_RAY = ("RAY_", "SPT_")
 #: process's variables, so the server would have to refuse these, or all others.
 PRESTART_VARIABLE = "RAY_prestart_worker_first_driver"
 QUEUE_LENGTH = 64  #: Requests that wait, at most: a cluster starts a few processes at a time.
+REQUEST_BYTES_MAX = 8 << 20  #: An environment has 2 MiB or so at most.
 RECEIVE_LIMIT_S = 5.0  #: For a piece of a request, and for the answer of a client.
 STANDARD_STREAMS = 3  #: stdin, stdout and stderr
 #: The score by which the kernel chooses whom it ends when memory is short. Ray gives its workers one.
@@ -291,6 +292,8 @@ def _receive(connection: socket.socket, streams: list[int]) -> dict[str, Any]:
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH_BYTES, STANDARD_STREAMS)
     streams += descriptors
     length = int.from_bytes(head, "big")
+    if length > REQUEST_BYTES_MAX:
+        raise ValueError(f"a request of {length} bytes")
     body = b""
     while len(body) < length:
         piece = connection.recv(length - len(body))

@@ -140,10 +140,10 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int, with_fork_server: bool = 
 
     `folder` must be this user's alone (0700), as Ray lets everybody into its own folders below it.
     `cpus` is how many cores Ray is told that this machine has. `with_fork_server`: Ray's processes are
-    forked from one that has imported everything already (fork_server.py). Ray ends with
-    `ray.shutdown`, at the latest with this process. Raises ConfigError where the environment contradicts `auth`, and
-    StartError where Ray does not start or answer, or treats a caller without a token otherwise than
-    `auth` says.
+    forked from one that has imported everything already (fork_server.py), where that can be started.
+    Ray ends with `ray.shutdown`, at the latest with this process. Raises ConfigError where the
+    environment contradicts `auth`, and StartError where Ray does not start or answer, or treats a
+    caller without a token otherwise than `auth` says.
     """
     check_environment(auth)
     _set_environment(auth)

@@ -167,7 +167,14 @@ def test_a_server_that_ends_within_a_request_leaves_it_to_ray(server: Server) ->
 
 
 def test_a_request_that_is_none_harms_nobody(server: Server) -> None:
-    requests = [b"", b"\0\0\0\7{}", b"\0\0\0\2{}", b"\0\0\0\2[]", b"\0\0\0\7not all"]
+    requests = [
+        b"",
+        b"\0\0\0\7{}",
+        b"\0\0\0\2{}",
+        b"\0\0\0\2[]",
+        b"\0\0\0\7not all",
+        b"\xff\xff\xff\xff",
+    ]
     for request in requests:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(server.environment[fork_client.SOCKET])

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.text.formats.reasoning import THINK
+from diptych.protos import inference_pb2 as pb
+from diptych.protos.inference_pb2_grpc import InferenceStub
 from tokenizers import Tokenizer
 
 from tests.support.malformed import CITY, TOOLS
@@ -523,3 +526,20 @@ def test_prompt_logprobs_go_with_no_stream_and_are_bounded(gateway: StandIn, pat
 def test_an_answer_says_in_which_lane_it_was(gateway: StandIn) -> None:
     answer = httpx.post(gateway.url + CHAT, json={"messages": MESSAGES, "max_tokens": 2})
     assert answer.headers["x-lane"] == "urgent"
+
+
+# ---- gRPC ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["tools", "chat_template_kwargs"])
+def test_json_that_no_body_can_have_is_refused_by_grpc_too(gateway: StandIn, field: str) -> None:
+    """Half of a surrogate pair: HTTP answers 400."""
+    tool = '{"type": "function", "function": {"name": "f", "description": "\\ud800"}}'
+    text = f"[{tool}]" if field == "tools" else '{"a": "\\ud800"}'
+    asked = pb.ChatRequest(messages=[pb.Message(role="user", content=QUESTION)], **{field: text})
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel,
+        pytest.raises(grpc.RpcError) as refused,
+    ):
+        list(InferenceStub(channel).Chat(asked, timeout=30))
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +28,13 @@ class Event(NamedTuple):
     data: str
 
 
-def events(live: Live, body: dict, most: int = 10**6, **headers: str) -> list[Event]:
+def events(
+    live: Live,
+    body: dict,
+    most: int = 10**6,
+    on_event: Callable[[], object] = lambda: None,
+    **headers: str,
+) -> list[Event]:
     """The first `most` events of a stream; then the client leaves."""
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     url, found, number = f"{live.url}/v1/chat/completions", list[Event](), None
@@ -41,6 +49,7 @@ def events(live: Live, body: dict, most: int = 10**6, **headers: str) -> list[Ev
             elif not line:
                 found.append(Event(number, data))
                 number = None
+                on_event()
                 if len(found) == most:
                     break
     return found
@@ -134,15 +143,17 @@ def test_at_the_end_streams_are_told_and_not_cut_off(tmp_path: Path) -> None:
 
 def _end_under_streams(live: Live) -> None:
     told: list[list[Event]] = []
+    begun = set[int]()  #: streams whose client has an event: from there on an error is an event too
 
     def read(number: int) -> None:
         body = {**LONG, "max_tokens": 900, "seed": number}
-        told.append(events(live, body, x_request_id=f"end-{number}"))
+        began = partial(begun.add, number)
+        told.append(events(live, body, on_event=began, x_request_id=f"end-{number}"))
 
     readers = [threading.Thread(target=read, args=(number,)) for number in range(4)]
     for reader in readers:
         reader.start()
-    eventually(lambda: live.worker("decode")["engine"]["running"] >= 8)
+    eventually(lambda: len(begun) == 4 and live.worker("decode")["engine"]["running"] >= 8)
     os.kill(live.process.pid, signal.SIGINT)
     for reader in readers:
         reader.join(60)

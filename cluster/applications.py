@@ -70,6 +70,20 @@ def model_applications(details: dict[str, Any]) -> list[ModelApplication]:
     return found
 
 
+def is_of_diptych(application: dict[str, Any]) -> bool:
+    """Return whether a Serve application config is that of a front or of a model."""
+    return application.get("import_path") in (FRONT_BUILDER, MODEL_BUILDER)
+
+
+def application_names(details: dict[str, Any]) -> list[str]:
+    """Return the names of Diptych's applications among the details of Serve's instance."""
+    return [
+        name
+        for name, application in sorted(details["applications"].items())
+        if is_of_diptych(application.get("deployed_app_config") or {})
+    ]
+
+
 async def find_models() -> list[ModelApplication]:
     """Ask Serve which models there are. Raises whatever Serve raises."""
     return model_applications(await serve_details())

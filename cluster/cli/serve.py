@@ -35,7 +35,7 @@ WELCOME = """
   ^C stops it
 """
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-RAY_JOINED = "as before: `ray` and `serve` with the token of the cluster that was joined"
+RAY_JOINED = "use `ray` and `serve` as you do for the Ray cluster that was joined"
 RAY_STARTED = """ray status, serve status, after
          {export}"""
 EXPOSED_WARNING = """
@@ -162,7 +162,7 @@ def _prepare(
             from ..launch.engine_environment import find_python
 
             settings = settings.with_engine_python(find_python())
-        # This loads the engine, which takes seconds: wrong settings fail before it.
+        # Wrong settings fail before this import, which loads gRPC and safetensors.
         from ..launch.local_cluster import prepare
 
         return prepare(settings, ray_address)
@@ -190,14 +190,14 @@ def _run_until_interrupted(
 ) -> int:
     """Run the cluster until ^C or SIGTERM, or until it is lost; return an exit code.
 
-    Further signals are ignored while the cluster stops. Without a supervisor a cluster that is
-    lost is not noticed here.
+    Further signals are ignored while the cluster stops. A cluster is lost when Ray's GCS or raylet
+    has ended; without a supervisor nobody watches for that.
     """
     from ..config import ConfigError
     from ..launch.ray_cluster import StartError
     from ..launch.supervisor import LOST_EXIT_CODE, ChildNote
 
-    _interrupt_once()
+    _interrupt_at_signal()
     exit_code = 0
     ready = False
     try:
@@ -207,7 +207,7 @@ def _run_until_interrupted(
             _exit_at_signal(report_progress)
             cluster.start(report_progress, lambda folder: supervised.tell(ChildNote(folder=folder)))
             supervised.tell(ChildNote(ready=True))
-            _interrupt_once()
+        _interrupt_once()
         ready = True
         report_progress("ready")
         typer.echo(welcome(cluster))
@@ -234,6 +234,20 @@ def _run_until_interrupted(
         if supervised is None or (ready and exit_code != LOST_EXIT_CODE):
             cluster.stop()
     return exit_code
+
+
+def _interrupt_at_signal() -> None:
+    """Raise KeyboardInterrupt on each SIGINT or SIGTERM.
+
+    While Ray is joined the exception may meet an import or a finalizer, where it is lost. Then the
+    next signal raises it again.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, interrupt)
 
 
 def _interrupt_once() -> None:

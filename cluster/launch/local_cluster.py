@@ -1,6 +1,6 @@
 """Starts a cluster and ends it: `diptych serve`.
 
-1. `prepare` checks everything that can be checked before a process starts.
+1. `prepare` checks the settings, the models and, for a Ray of our own, this machine.
 2. `LocalCluster.start` starts Ray, or joins a Ray that runs, and then Serve.
 3. The applications are deployed, one in front and one for each model. They are deployed as a Serve
    config, not by `serve.run`, because the same config with other replica counts scales an
@@ -8,11 +8,12 @@
 4. `start` reports progress until every deployment is healthy and the gateway is ready.
 5. `watch` waits until Ray has lost a process without which no replica lives for long.
 6. `stop` closes the gateways, so that open answers end with an error that says why, and then ends
-   Serve and Ray, or only the applications on a Ray that others started.
+   Serve and Ray, or only our applications on a Ray that others started.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -33,16 +34,21 @@ from ..applications import (
     ONLY_MODEL_SLUG,
     POOL_DEPLOYMENTS,
     ROUTER_DEPLOYMENT,
+    application_names,
+    is_of_diptych,
     model_application_name,
+    serve_details,
 )
 from ..config import (
     SECRET,
     ClusterConfig,
     ConfigError,
+    ControlSettings,
     GatewaySettings,
     ModelSettings,
     host_and_port,
 )
+from ..control.serve import change_applications
 from ..model_entries import front_args, model_args, slug_of
 from ..worker import cores
 from .checkpoint import Checkpoint, check_memory, find_checkpoint
@@ -55,6 +61,7 @@ from .ray_cluster import (
     ended_ray_processes,
     join_ray,
     ray_process_ids,
+    set_shared_secret,
     start_ray,
 )
 
@@ -84,8 +91,8 @@ ReportProgress = Callable[[str], None]
 class PreparedModel:
     """A model that was found and can be served."""
 
-    application: str  #: Of Serve, by name.
-    config: ClusterConfig  #: By which the model is served.
+    application: str  #: The name of the model's Serve application.
+    config: ClusterConfig  #: The configuration that serves the model.
     checkpoint: Checkpoint
 
 
@@ -125,6 +132,8 @@ class LocalCluster:
         if self._ray_address:
             report_progress(f"joining Ray at {self._ray_address}")
             join_ray(self._ray_address, self.config.ray.auth)
+            if "secret" in self.config.model_fields_set:
+                set_shared_secret(self.config.secret)
         else:
             self._check_ports()
             cores.offer([model.config for model in self.models])
@@ -133,11 +142,14 @@ class LocalCluster:
             if note_folder:
                 note_folder(self._ray_folder)
             self._start_ray()
-        report_progress("starting Serve")
-        self._start_serve()
-        report_progress("starting workers")
-        self._deploy()
-        self._wait_until_ready(report_progress)
+        try:
+            report_progress("starting Serve")
+            self._start_serve()
+            report_progress("starting workers")
+            self._deploy()
+            self._wait_until_ready(report_progress)
+        except StartError as error:
+            raise StartError(f"{error}{self._kept_logs()}") from None
 
     def _check_ports(self) -> None:
         """Raise ConfigError for a port that is taken, before Ray takes its seconds to start."""
@@ -153,7 +165,7 @@ class LocalCluster:
         self._ray_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
 
     def _start_ray(self) -> None:
-        # The application's builder, which runs in a process of Ray, takes the secret from here.
+        # The applications' builders, which run in processes of Ray, take the secret from here.
         os.environ[SECRET] = self.config.secret
         # What Ray places actors by; it binds none of them to a core.
         cpus = max(os.cpu_count() or 1, 2)
@@ -179,13 +191,21 @@ class LocalCluster:
             serve.start(proxy_location="Disabled", http_options=http_options)
 
     def _deploy(self) -> None:
-        from ray.serve.context import _get_global_client
-        from ray.serve.schema import ServeDeploySchema
+        """Let Serve run the cluster's applications, beside those that others deployed there.
 
+        Applications that an earlier cluster left behind are deleted. Raises StartError if Serve
+        does not take ours.
+        """
         applications = serve_applications(self.config, self.models)
-        client = _get_global_client()
-        assert client, "Serve was started above"
-        client.deploy_apps(ServeDeploySchema.model_validate({"applications": applications}))
+
+        def with_ours(deployed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            of_others = [application for application in deployed if not is_of_diptych(application)]
+            return [*of_others, *applications]
+
+        try:
+            asyncio.run(change_applications(with_ours))
+        except ValueError as error:  # two applications of one name, or of one route
+            raise StartError(f"Serve refuses the applications: {error}") from None
 
     def _wait_until_ready(self, report_progress: ReportProgress) -> None:
         """Report progress until every deployment is healthy and the gateway is ready.
@@ -207,13 +227,24 @@ class LocalCluster:
             if all_run and self.ready():
                 return
             time.sleep(POLL_INTERVAL_S)
-        raise StartError(
-            f"the cluster was not ready after {START_LIMIT_S:.0f} s; logs: {self.logs}"
-        )
+        raise StartError(f"the cluster was not ready after {START_LIMIT_S:.0f} s")
+
+    def _kept_logs(self) -> str:
+        """Return where the logs of our own Ray are kept, as the end of an error's sentence.
+
+        The folder of our own Ray is deleted when the cluster ends, so the logs are copied.
+        """
+        if not self.logs.is_dir():
+            return ""
+        kept = tempfile.mkdtemp(prefix="diptych-logs-")
+        # Ray's processes still write and rotate: what can be copied is worth having.
+        with contextlib.suppress(shutil.Error, OSError):
+            shutil.copytree(self.logs, kept, dirs_exist_ok=True)
+        return f"; Ray's logs are in {kept}"
 
     @property
     def _application_names(self) -> list[str]:
-        """All applications that the cluster consists of."""
+        """The applications that the cluster starts with; `diptych model` may change them later."""
         return [FRONT_APPLICATION, *(model.application for model in self.models)]
 
     def _report_application(
@@ -239,8 +270,8 @@ class LocalCluster:
             if state in FAILED_STATES:
                 raise StartError(_describe_failure(name, deployment.message))
             line = f"{name}: {state.lower()}"
-            # Only "healthy" is worth a line: "unhealthy" is a failure, and "updating" says nothing.
-            if "healthy" in line and self._reported.get(name) != line:
+            # "UNHEALTHY" is a failure, and "UPDATING" says nothing.
+            if state == "HEALTHY" and self._reported.get(name) != line:
                 self._reported[name] = line
                 report_progress(line)
 
@@ -270,8 +301,13 @@ class LocalCluster:
             question = {"model": model.checkpoint.name}
             # Unverified: a certificate for the cluster's public name is not one for this address.
             try:
+                # `trust_env=False`: no proxy of the environment knows a gateway of this machine.
                 response = httpx.get(
-                    f"{self.url}/ready", params=question, timeout=READY_TIMEOUT_S, verify=False
+                    f"{self.url}/ready",
+                    params=question,
+                    timeout=READY_TIMEOUT_S,
+                    verify=False,
+                    trust_env=False,
                 )
             except httpx.HTTPError:
                 return False
@@ -316,22 +352,30 @@ class LocalCluster:
 
         if ray.is_initialized():
             with _hidden_output(), contextlib.suppress(Exception):
-                self._close_gateways()
+                # These may differ from those that it began with: models were added and removed.
+                names = application_names(asyncio.run(serve_details()))
+                self._close_gateways(names)
                 if self._ray_address:
-                    _delete_applications(self._application_names)
+                    _delete_applications(names)
                 else:
                     serve.shutdown()
                 ray.shutdown()
         if self._ray_folder:
             shutil.rmtree(self._ray_folder, ignore_errors=True)
 
-    def _close_gateways(self) -> None:
-        """End open answers with an error that says why, before Serve ends their gateways."""
-        with contextlib.suppress(Exception):  # there may be no router
-            # Each gateway is connected to every model's router, and ends the requests of all.
-            router = self._router_handle(self.models[0].application)
-            closing = router.close_gateways.remote()
-            closing.result(timeout_s=CLOSE_LIMIT_S)
+    def _close_gateways(self, applications: list[str]) -> None:
+        """End open answers with an error that says why, before Serve ends their gateways.
+
+        Each gateway is connected to every model's router, and ends the requests of all models when
+        one router says so. The first router among `applications` that answers is enough.
+        """
+        for name in applications:
+            if name == FRONT_APPLICATION:
+                continue
+            with contextlib.suppress(Exception):  # of Ray and Serve: a router may be gone
+                closing = self._router_handle(name).close_gateways.remote()
+                closing.result(timeout_s=CLOSE_LIMIT_S)
+                return
 
     def _router_handle(self, application: str) -> DeploymentHandle:
         from ray import serve
@@ -364,7 +408,7 @@ def _hidden_output() -> Iterator[None]:
 
 
 def _delete_applications(names: list[str]) -> None:
-    """End our applications and wait for it; others of this Serve stay."""
+    """Delete our applications and wait until they are gone; other applications stay."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client()
@@ -378,12 +422,13 @@ def serve_applications(
     """Return the applications as a Serve config file has them: the front one, and the models'.
 
     Their arguments must not change when a model is scaled. The secret is no argument, as Serve logs
-    these: the applications' builders take it from the environment of Ray's nodes.
+    these: builders take it from the environment of Ray's nodes, or draw one together.
     """
     front = {
         "name": FRONT_APPLICATION,
         "import_path": FRONT_BUILDER,
-        "route_prefix": "/",
+        # Where gateways have sockets of their own, others on this Serve may have the route.
+        "route_prefix": "/" if config.gateway.listen == "serve" else None,
         "args": front_args(config.model_dump(mode="json", exclude={"secret"})),
     }
     return [front, *(serve_model_application(model) for model in models)]
@@ -408,19 +453,22 @@ def serve_model_application(model: PreparedModel) -> dict[str, Any]:
 
 
 def prepare(config: ClusterConfig, ray_address: str | None = None) -> LocalCluster:
-    """Check everything that can be checked before a process starts. Raises ConfigError.
+    """Check settings and models, and this machine if Ray starts here. Raises ConfigError.
 
-    With `ray_address` other machines run the processes: then files and memory of this one say
-    nothing. The cluster that is returned has not been started.
+    With `ray_address` other machines run the processes, so this one's memory and the files of
+    gateways and Control are not checked. The checkpoint must be here too. The cluster that is
+    returned has not been started.
     """
     check_environment(config.ray.auth)
+    check_ports_differ(config)
     if config.models:
         models = [_prepare_model(config.of_model(name), slug_of(name)) for name in config.models]
     else:
         models = [_prepare_model(config, ONLY_MODEL_SLUG)]
-    if ray_address is None:
+    if not ray_address:
         check_memory([(model.config, model.checkpoint) for model in models])
         check_gateway(config.gateway)
+        check_control(config.control)
         for model in models:
             if model.config.engine.python is not None:
                 check_python(model.config.engine.python)
@@ -448,6 +496,21 @@ def check_gateway(settings: GatewaySettings) -> None:
         raise ConfigError(f"gateway.api_keys_file: {error}; make one: diptych keys add") from None
     except OSError as error:
         raise ConfigError(f"gateway.tls_*: {error.filename}: {error.strerror}") from None
+
+
+def check_control(settings: ControlSettings) -> None:
+    """Check that Control's files can be read. Raises ConfigError."""
+    files = {
+        "key_file": settings.key_file,
+        "tls_cert": settings.tls_cert,
+        "tls_key": settings.tls_key,
+    }
+    for key, file in files.items():
+        try:
+            if file:
+                Path(file).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"control.{key}: {file}: {error.strerror}") from None
 
 
 def check_formats(settings: ModelSettings) -> None:
@@ -482,6 +545,27 @@ def check_chat_template(template_file: str | None) -> None:
         raise ConfigError(
             f"model.chat_template: {template_file}, line {error.lineno}: {error.message}"
         ) from None
+
+
+def check_ports_differ(config: ClusterConfig) -> None:
+    """Check that no two servers get one port. Raises ConfigError.
+
+    The sockets of HTTP and gRPC share their ports with those of other gateways (SO_REUSEPORT), so
+    the kernel would not refuse it: it would give each of the two a part of the connections.
+    """
+    ports = {
+        "gateway.http_port": config.gateway.http_port,
+        "gateway.grpc_port": config.gateway.grpc_port,
+        "control.port": config.control.port,
+        "control.grpc_port": config.control.grpc_port,
+    }
+    key_by_port: dict[int, str] = {}
+    for key, port in ports.items():
+        other = key_by_port.setdefault(port, key)
+        if other != key:
+            raise ConfigError(
+                f"{other} and {key} are both {port}: choose another with --set {key}=PORT"
+            )
 
 
 def check_port(host: str, port: int, key: str) -> None:

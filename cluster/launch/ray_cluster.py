@@ -214,14 +214,21 @@ def join_ray(address: str, auth: AuthMode) -> None:
 def shared_secret() -> str:
     """Return the secret that is the same for everybody who asks in this Ray cluster.
 
-    The first to ask draws it, and Ray's GCS keeps it for the others, who need Ray's token to read
-    it. Must be called in a process of Ray.
+    It is the one that `set_shared_secret` was given, if it was. Else the first to ask draws it. Ray's
+    GCS keeps it for the others, who need Ray's token to read it. Must be called in a process of Ray.
     """
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
     drawn = secrets.token_hex(16)
     _internal_kv_put(SECRET_KEY, drawn, overwrite=False, namespace=SECRET_NAMESPACE)
     return _internal_kv_get(SECRET_KEY, namespace=SECRET_NAMESPACE).decode()
+
+
+def set_shared_secret(secret: str) -> None:
+    """Make `secret` what `shared_secret` returns from now on. Ray must have been joined."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    _internal_kv_put(SECRET_KEY, secret, overwrite=True, namespace=SECRET_NAMESPACE)
 
 
 def _init_ray(**settings: Any) -> None:

@@ -81,6 +81,16 @@ def test_a_taken_port_is_named_with_the_way_out(flag: str) -> None:
         refused(serve(*flags), f"port {port} on 127.0.0.1", f"--set {key}")
 
 
+def test_one_port_for_two_servers_is_refused() -> None:
+    port = str(free_port())
+    refused(serve("--port", port, "--grpc-port", port), "gateway.http_port and", f"both {port}")
+    refused(serve("--port", port, "--set", f"control.port={port}"), "--set control.port=PORT")
+
+
+def test_a_file_of_control_s_that_is_missing_is_named() -> None:
+    refused(serve("--set", "control.key_file=/no/such/key"), "control.key_file: /no/such/key")
+
+
 def test_too_little_memory_is_said_with_the_figures() -> None:
     refused(serve("--set", "pools.decode.engine.kv_mib=99000000"), "too little memory", "kv_mib")
 

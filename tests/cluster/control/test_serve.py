@@ -65,9 +65,16 @@ def test_another_model_changes_nothing_of_the_front_application() -> None:
     assert code(front) == code(APPS[0]) and code(model) != code(APPS[1])
 
 
+def routes(config: ClusterConfig) -> list[str | None]:
+    schemas = [ServeApplicationSchema.model_validate(app) for app in applications_of(config)]
+    return [schema.route_prefix for schema in schemas]
+
+
 def test_only_the_front_application_takes_clients_calls() -> None:
-    schemas = [ServeApplicationSchema.model_validate(app) for app in APPS]
-    assert [schema.route_prefix for schema in schemas[:2]] == ["/", None]
+    """And only where Serve's proxies take them: else the route is free for others."""
+    by_proxies = ClusterConfig.model_validate({"gateway": {"listen": "serve"}})
+    assert routes(by_proxies) == ["/", None]
+    assert routes(ClusterConfig()) == [None, None]
 
 
 def test_the_models_are_the_applications_that_our_builder_makes() -> None:

@@ -2,6 +2,9 @@
 
 make sim ARGS='--seeds 10000'
 make sim ARGS='--replay 4711'     the log of one seed
+
+^C and SIGTERM end it early: what was played until then is printed and written. Seeds are handed out
+in their order, so `--first` goes on behind them.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -85,11 +89,16 @@ def main() -> None:
 
 
 def play_all(first: int, count: int, faults: int | None, processes: int) -> Total:
-    """Plays the seeds; prints how far it is."""
+    """Plays the seeds, until a signal says stop; prints how far it is."""
     total = Total()
     began_at = told_at = time.monotonic()
     work = ((seed, faults) for seed in range(first, first + count))
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=200) as pool:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited until a process has begun
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, _leave_interrupts_to_the_parent, maxtasksperchild=200) as pool:
+        stopped = []  #: the signals that came
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda got, _: stopped.append(got))
         for seed, report, broken in pool.imap_unordered(play, work, chunksize=4):
             total.add(seed, report, broken)
             now = time.monotonic()
@@ -102,7 +111,16 @@ def play_all(first: int, count: int, faults: int | None, processes: int) -> Tota
                     file=sys.stderr,
                     flush=True,
                 )
+            if stopped:
+                print("stopped early", file=sys.stderr, flush=True)
+                break
     return total
+
+
+def _leave_interrupts_to_the_parent() -> None:
+    """Ignore ^C, which a terminal sends to all processes; the pool ends this one by SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def play(given: tuple[int, int | None]) -> tuple[int, Report, str]:

@@ -20,12 +20,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 
 DAY_S = 86_400.0  #: no time in a target is longer
 MULTIPLE_LIMIT = 1000.0  #: no multiple of the isolated prefill is larger
 SUMS_LIMIT = 8  #: of one `max(...)`
-TEXT_LIMIT = 200  #: characters of an expression
+#: Characters of an expression, as it is written and as it is printed: a process prints the target
+#: that it has parsed, and the next one parses what was printed.
+TEXT_LIMIT = 200
 EXAMPLES = "2s, 1500ms, max(1s, 3x) or 500ms + 300ms/1k"
 _TERM = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s|x)(/1k)?")
 
@@ -62,7 +65,7 @@ class TargetSum:
         if self.per_1k_s:
             terms.append(f"{format_time(self.per_1k_s)}/1k")
         if self.multiple:
-            terms.append(f"{self.multiple:.10g}x")
+            terms.append(f"{_format_number(self.multiple)}x")
         return " + ".join(terms)
 
 
@@ -87,7 +90,14 @@ class TtftTarget:
         sum_texts = maximum[1].split(",") if maximum else [compact]
         if len(sum_texts) > SUMS_LIMIT:
             raise TargetError(f"{text}: max() has {SUMS_LIMIT} parts at most")
-        return TtftTarget(tuple(_parse_sum(sum_text, text) for sum_text in sum_texts))
+        target = TtftTarget(tuple(_parse_sum(sum_text, text) for sum_text in sum_texts))
+        printed_length = len(str(target))
+        if printed_length > TEXT_LIMIT:
+            raise TargetError(
+                f"a target has {TEXT_LIMIT} characters at most, and {text} is printed with "
+                f"{printed_length}"
+            )
+        return target
 
     @property
     def is_flat(self) -> bool:
@@ -139,10 +149,16 @@ def parse_time(text: str) -> float:
 
 
 def format_time(seconds: float) -> str:
-    """Return `2s`, or of less than a second `500ms`."""
+    """Return a time as in `2s`, or one of less than a second as in `500ms`."""
     if seconds < 1:
-        return f"{seconds * 1e3:.10g}ms"
-    return f"{seconds:.10g}s"
+        return f"{_format_number(seconds * 1e3)}ms"
+    return f"{_format_number(seconds)}s"
+
+
+def _format_number(value: float) -> str:
+    """Return ten significant digits of a number, without an exponent, which no target may have."""
+    text = f"{value:.10g}"
+    return f"{Decimal(text):f}" if "e" in text else text
 
 
 def _parse_sum(sum_text: str, text: str) -> TargetSum:

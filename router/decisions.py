@@ -82,7 +82,8 @@ class Decision(msgspec.Struct):
     observed: dict[str, Any] = {}  #: the outcome, once it is known
     session: str = ""  #: as the client names the conversation
     ttft_target: str = ""  #: the target as in `max(1s, 3x)`; "": a plain time
-    #: seconds of the whole prompt alone in the cluster, where the target depends on it; else 0
+    #: Seconds that the whole prompt would take if nothing of it were cached and the cluster had no
+    #: other work (its isolated prefill). 0: the TTFT target does not depend on them.
     isolated_s: float = 0.0
 
     def to_plain(self) -> dict[str, Any]:

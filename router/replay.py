@@ -1,10 +1,12 @@
 """The router's events on disk, and a log of them through another policy.
 
-A log is JSON lines: a head with configuration and term, then what happened to the router, with the
-time by its clock. Where another router has gone on with the log, its head stands in the middle.
-Ticks are not in it, as a replay wakes the router when it wants; nor are ends of whole requests, and
-terms of newer routers. A file that begins in the middle of a
-router's life has a snapshot behind its head: which workers there are, and what they hold.
+A log's file is JSON lines: a head with configuration and term, then a snapshot of what the router
+knew of its workers and gateways (`snapshot`), then what happened to it, with the time by its clock.
+`diptych replay` reads an older and a newer file as one log. So a head stands in the middle, too:
+mostly that of the same router.
+
+Ticks are not in a log, as a replay wakes the router when it wants; nor are ends of whole requests,
+and terms of newer routers.
 
 A replay cannot know when a prompt would have been computed elsewhere: first tokens and ends come
 when they came. What it compares is what the two policies choose, and what they predict.
@@ -59,7 +61,7 @@ class LogLine(msgspec.Struct):
 
 
 class LogHead(msgspec.Struct):
-    """A head line: the events up to the next head are this router's."""
+    """A head line: the events up to the next head are those of a router with these values."""
 
     config: RouterConfig
     term: int
@@ -89,7 +91,12 @@ def _encode_line(now: float, kind: str, value: RouterEvent | LogHead) -> bytes:
 
 
 def snapshot(router: Router) -> list[RouterEvent]:
-    """Return events that tell a new router what this one knows of its workers and gateways."""
+    """Return events that tell a new router what this one knows of its workers and gateways.
+
+    They say which workers there are, which prefixes these have cached, and which blocks are
+    reserved on them. Prompts under way, queued requests, and learned speeds and answer lengths are
+    left out.
+    """
     events: list[RouterEvent] = [GatewayJoined(name) for name in router.gateways]
     for worker in router.workers.values():
         held = [
@@ -117,7 +124,7 @@ def read(lines: Iterable[bytes]) -> Iterator[tuple[float, LogHead | RouterEvent]
 
 
 class ReplayedChoice(msgspec.Struct):
-    """What became of one request under one policy. Times are in milliseconds."""
+    """What became of one attempt under one policy. Times are in milliseconds."""
 
     prefill: str | None  #: None: the decode worker computes the prompt, or it is refused
     decode: str | None  #: None: refused
@@ -135,7 +142,7 @@ Choices = dict[AttemptKey, ReplayedChoice]
 
 
 class Comparison(msgspec.Struct):
-    """Two policies over one log. Shares are of the requests that both decided."""
+    """Two policies over one log. Shares are of the attempts that both decided."""
 
     requests: int  #: attempts that gateways asked to place
     decided: int  #: those that both policies placed or refused
@@ -147,8 +154,8 @@ class Comparison(msgspec.Struct):
 def replay(events: Iterable[tuple[float, LogHead | RouterEvent]], policy: str) -> Comparison:
     """Run a log through its own policy, which its first head names, and through `policy`.
 
-    The log's own policy is run again too, so that both are judged by predictions of the same
-    router. `policy` is a key of `policies.POLICIES`. Raises LogError.
+    The log's own policy is run again too: so the same code, with the same knowledge, predicts the
+    times of both. `policy` is a key of `policies.POLICIES`. Raises LogError.
     """
     rest = iter(events)
     first = next(rest, None)
@@ -161,7 +168,7 @@ def replay(events: Iterable[tuple[float, LogHead | RouterEvent]], policy: str) -
     other: Choices = {}
     requested: set[AttemptKey] = set()
     for at, event in rest:
-        if isinstance(event, LogHead):  # another router's life: it knows nothing of the one before
+        if isinstance(event, LogHead):  # another file: what its router knew follows
             routers = [_router(event, name) for name in names]
             continue
         if isinstance(event, PlacementRequested):
@@ -194,7 +201,8 @@ def _replay_event(router: Router, event: RouterEvent, at: float, choices: Choice
         # A wake that does not move on would be replayed for ever.
         wake = next_wake if next_wake is None or next_wake > wake else None
     if isinstance(event, WorkerReported) and event.worker in router.workers:
-        # The log may begin anywhere: no report is missing before its first one.
+        # A router disconnects a worker of which a report is missing. If one was, the log has the
+        # worker's loss. Here the numbers differ only because a file begins in the middle.
         router.workers[event.worker].last_report = event.report.seq - 1
     _note_choices(router, router.handle(event, at), choices)
 

@@ -23,7 +23,8 @@ from .config import SloClass
 from .index import NOBODY, Hits, tokens_at
 from .worker_state import WorkerState
 
-QUANTUM_S = 2.0  #: service that a tenant may have beyond its share before it waits for others
+#: Seconds of prefill that a tenant may ask beyond its share before its requests are put off.
+QUANTUM_S = 2.0
 TENANTS_MAX = 10_000  #: accounts kept; with more, that of the tenant that asked longest ago goes
 TIE_SPREAD = 0x9E3779B1  #: spreads ties over equal workers (Knuth's multiplicative hash)
 
@@ -51,14 +52,15 @@ class QueuedRequest:
     expected_tokens: float  #: whose KV is in its blocks when all its answers end as expected
     ttft_target_s: float = 0.0  #: from its arrival to its first token
     ttft_target: str = ""  #: the same as in `max(1s, 3x)`; "": a plain time
-    #: seconds of its whole prompt alone in the cluster, where its target depends on them; else 0
+    #: Seconds that its whole prompt would take if nothing of it were cached and the cluster had no
+    #: other work (its isolated prefill). 0: its TTFT target does not depend on them.
     isolated_s: float = 0.0
 
     # ---- what the last look at the index has found ----
     hits: Hits = NOBODY  #: who holds how much of its prompt
     looked_at_version: int = -1  #: `WorkerFleet.membership_version` at that time
-    #: one of the workers that hold most of its prompt; None: none does, or so many that hardly any
-    #: worker needs to fetch it
+    #: One of the workers with the longest cached prefix of its prompt, however short this is. None:
+    #: none has any, or so many have it that hardly any worker needs to fetch it.
     holder: WorkerState | None = None
     held_tokens: int = 0  #: of the prompt, on `holder`
     fetchable: bool = False  #: those tokens can be moved from `holder`
@@ -66,7 +68,8 @@ class QueuedRequest:
     # ---- its place in the queue ----
     fastest_prefill_s: float = 0.0  #: on the worker that would compute it fastest, were it idle
     start_by_s: float = 0.0  #: moment at which its prefill must begin, put off by its tenant's debt
-    overdue: bool = False  #: nobody could serve it in time any more
+    #: It can no longer be in time, by itself or behind the urgent ones. It stays overdue then.
+    overdue: bool = False
     preferred_worker: WorkerState | None = None  #: whose cache is worth a wait
     preferred_prefill_s: float = 0.0  #: its prefill on the preferred worker
     choose_again_at: float = 0.0  #: when it may choose a worker again; 0: it never did
@@ -92,7 +95,7 @@ class QueuedRequest:
 
 @dataclass(slots=True)
 class TenantAccount:
-    """A tenant's service beyond its share, in seconds, as of `updated_at`."""
+    """What a tenant has asked beyond its share, in seconds of prefill, as of `updated_at`."""
 
     debt_s: float
     updated_at: float
@@ -129,7 +132,10 @@ class RequestQueue:
         self._expiries: list[tuple[float, int, QueuedRequest]] = []
         self._ranks: dict[AttemptKey, Rank] = {}
         self._entered = 0  #: numbers the entries in `urgent` and `_expiries`
+        #: by tenant; the tenant that asked longest ago is the first
         self._accounts: OrderedDict[str, TenantAccount] = OrderedDict()
+        #: the same tenants, in the order in which `_forget_paid_accounts` looks at them
+        self._inspection_order: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.by_key)
@@ -173,8 +179,9 @@ class RequestQueue:
         if account is None:
             account = TenantAccount(debt_s=0.0, updated_at=now)
             self._accounts[tenant] = account
+            self._inspection_order[tenant] = None
             if len(self._accounts) > TENANTS_MAX:
-                self._accounts.popitem(last=False)
+                self._forget_account(next(iter(self._accounts)))
         self._accounts.move_to_end(tenant)
         share = max(capacity, 1.0) / len(self._accounts)
         paid_s = (now - account.updated_at) * share
@@ -182,14 +189,28 @@ class RequestQueue:
         account.updated_at = now
         if len(self._accounts) == 1:
             return 0.0
-        self._forget_paid_account(now, share)
+        self._forget_paid_accounts(now, share)
         return max(account.debt_s - QUANTUM_S, 0.0) / share
 
-    def _forget_paid_account(self, now: float, share: float) -> None:
-        """Forget the tenant that asked least recently, once it owes nothing."""
-        tenant, account = next(iter(self._accounts.items()))
+    def _forget_paid_accounts(self, now: float, share: float) -> None:
+        """Forget the tenant that asked longest ago, and one further in turn, if they owe nothing.
+
+        A tenant in debt that asks no more stays the first one until its debt is paid, maybe for
+        hours. The further one is for those behind it: they would count as tenants that ask.
+        """
+        self._forget_if_paid(next(iter(self._accounts)), now, share)
+        further_tenant = next(iter(self._inspection_order))
+        self._inspection_order.move_to_end(further_tenant)
+        self._forget_if_paid(further_tenant, now, share)
+
+    def _forget_if_paid(self, tenant: str, now: float, share: float) -> None:
+        account = self._accounts[tenant]
         if account.debt_s <= (now - account.updated_at) * share:
-            del self._accounts[tenant]
+            self._forget_account(tenant)
+
+    def _forget_account(self, tenant: str) -> None:
+        del self._accounts[tenant]
+        del self._inspection_order[tenant]
 
     # ---- leaving ---------------------------------------------------------------------------------
 
@@ -204,6 +225,13 @@ class RequestQueue:
             self._forget_overdue(request)
         del self._ranks[key]
         return request
+
+    def refuse(self, request: QueuedRequest) -> None:
+        """Take a request out that is refused at its arrival, and take its tenant's charge back."""
+        self.leave(request.attempt_key)
+        account = self._accounts.get(request.place.tenant)
+        if account is not None:
+            account.debt_s = max(account.debt_s - request.fastest_prefill_s, 0.0)
 
     def mark_overdue(self, request: QueuedRequest) -> None:
         """Put a request that cannot be served in time behind the urgent ones."""

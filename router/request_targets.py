@@ -18,7 +18,7 @@ class RequestTargets:
     """The targets of a router's configuration, by class and tenant."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises TargetError for a target in the configuration that is none."""
+        """Raises TargetError if a TTFT target in the configuration cannot be parsed."""
         self._ttft_target = config.ttft_target
         self._itl_s = config.itl_s
         self._ttft_by_class = {
@@ -50,9 +50,10 @@ class RequestTargets:
         return target
 
     def asked_ttft_target(self, place: PlaceAttempt) -> TtftTarget:
-        """Return the target that the request itself names, else the configuration's.
+        """Return the target that the request itself names, or else that of `ttft_target`.
 
-        A text that no version of this code understands counts as none: gateways check it.
+        A text that cannot be parsed counts as no target: gateways refuse such texts, so it comes
+        only from a gateway of a newer version.
         """
         if place.ttft:
             try:

@@ -42,7 +42,7 @@ class MeasuredWorker(msgspec.Struct, frozen=True):
     kv_tokens: Count  #: that fit into the worker's KV pool
     threads: Count = 1
     chunk_tokens: Count = 512  #: limit of the prompt tokens of one step
-    max_running: Count = 64  #: limit of the sequences that decode at a time
+    max_running: Count = 64  #: limit of the sequences that prefill or decode at a time
     #: The engine's limit of a step with prefill in it; None: a step takes whole chunks.
     itl_budget_ms: float | None = None
     #: Share of the budget that the engine planned steps for, as their times vary.

@@ -239,13 +239,13 @@ class Hardware:
     kv_tokens: int  #: that fit beside the weights
     gpus: int  #: what rates per GPU are divided by: GPUs, or cores of a CPU worker
     chunk_tokens: int = 2048  #: limit of the prompt tokens of one step
-    max_running: int = 512  #: limit of the sequences that decode at a time
+    max_running: int = 512  #: limit of the sequences that prefill or decode at a time
     threads: int = 0  #: of a CPU worker; 0: the replica has GPUs
     #: Limit of a step with prefill in it; None: the simulation derives it from the ITL target.
     itl_budget_s: float | None = None
     #: Share of `itl_budget_s` that steps are planned for, as their times vary.
     planned_share: float = 1.0
-    #: True: the worker's card tells the router `cost`; False: the router has to learn it.
+    #: True: the worker's `WorkerCard` tells the router `cost`; False: the router has to learn it.
     cost_on_card: bool = True
     #: Fitted values that sit on a limit of their fit, as in `prompt_s 0.01`: a value beyond the
     #: limit would fit better, or the measurements cannot separate this value from another one.
@@ -255,13 +255,18 @@ class Hardware:
     def of(model: str, gpu: str, tp: int) -> Hardware:
         """Return a replica of `tp` GPUs, by the names of the model and of the GPU type.
 
-        Raises SimulationError if a name is unknown, `tp` is not supported, or the model does not
-        fit.
+        Raises SimulationError if a name is unknown, `tp` is not supported, the GPU does not compute
+        with weights of the model's data type, or the model does not fit.
         """
         shape = find_model(model)
         gpu_type = find_gpu(gpu)
         if tp > 1 and tp not in gpu_type.allreduce:
             raise SimulationError(f"tp {tp}: expected 1, 2, 4 or 8")
+        if shape.dtype not in gpu_type.flops:
+            known = " or ".join(gpu_type.flops)
+            raise SimulationError(
+                f"{model} on {gpu}: expected weights in {known}, not {shape.dtype}"
+            )
         kv_bytes = kv_memory_bytes(shape, gpu_type, tp)
         if kv_bytes < KV_BYTES_MINIMUM:
             raise SimulationError(f"{model} does not fit on {tp} x {gpu}: use a larger --tp")

@@ -25,7 +25,8 @@ def planner(
     fleet: Annotated[str, typer.Option(help="GPUs of one type.")] = "H200:16",
     split: Annotated[str, typer.Option(help="Replicas by role where planners begin.")] = "2P2D",
     rate: Annotated[
-        float | None, typer.Option(help="Requests/s on average. Default: as recorded.")
+        float | None,
+        typer.Option(help="Requests/s on average. Default: as recorded; of .npz about 6.7."),
     ] = None,
     slo: SloOption = "ttft=max(1s, 3x),itl=50ms",
     jobs: JobsOption = None,
@@ -65,7 +66,8 @@ def planner(
 def _load_trace(source: str, rate: float | None) -> Trace:
     """Return a trace; of a ServeGen file it is the first day. Raises SimulationError.
 
-    `rate` scales the day to so many requests/s on average; None: those of its first window.
+    `rate` scales the day to so many requests/s on average; None: to those of the window that
+    `simulate` takes, about 6.7, as ServeGen's own rates are those of a whole service.
     """
     from ...simulator.sources import load_trace, servegen
 

@@ -30,7 +30,7 @@ class PoolRow(NamedTuple):
     ready: str = "READY"  #: Replicas that are up, of TARGET; all but those that leave count.
     target: str = "TARGET"  #: Replicas that the pool should have.
     roles: str = "ROLES"  #: How many of the pool's workers have which role now.
-    gpu: str = "GPU"  #: Names of the GPU types, or `cpu`.
+    gpu: str = "GPU"  #: Names of the GPU types; of CPUs, `cpu-4t` for engines of 4 threads.
     queue: str = "QUEUE"  #: Waiting requests; for the pool that prefills, those in the router too.
     running: str = "RUNNING"
     kv_used: str = "KV USED"  #: Share of the blocks of KV memory.
@@ -51,10 +51,12 @@ class WorkerRow(NamedTuple):
     rss: str = "RSS"
     running: str = "RUNNING"  #: All sequences on the worker: those that wait there count too.
     kv: str = "KV"  #: Blocks in use, reservations included, of all blocks.
-    transport: str = "TRANSPORT"  #: How KV moves, and the number of sessions with other workers.
+    #: How KV moves, and how many sessions with ranks of other workers there are, summed over the
+    #: worker's ranks. The three columns behind this one are such sums too.
+    transport: str = "TRANSPORT"
     sent: str = "SENT"
     received: str = "RECEIVED"
-    failed: str = "FAILED"  #: KV transfers that failed, for whatever reason.
+    failed: str = "FAILED"  #: Failures of transfers and peers, for whatever reason.
 
 
 class GatewayRow(NamedTuple):
@@ -77,7 +79,8 @@ def status(
 ) -> None:
     """Show the cluster and its pools; `-o wide` each worker too.
 
-    Exit code 3 when the cluster is not healthy; `--watch` runs until it is interrupted.
+    Exit code 3 when the cluster is not healthy. `--watch` runs until it is interrupted; like any
+    other look, it ends with exit code 1 when Control does not answer.
     """
     check_output(output, OUTPUTS)
     while True:
@@ -107,22 +110,28 @@ def show(cluster: dict[str, Any], output: str) -> None:
     # A Control of an older version names no models.
     models: dict[str, dict[str, Any]] = cluster.get("models") or {"": cluster}
     pool_rows = []
+    goodput_table: list[tuple[str, ...]] = []
     for name, model in models.items():
         typer.echo(headline(model))
         for line in unreached_lines(model):
             typer.echo(line)
         prefix = f"{name}/" if len(models) > 1 else ""
         pool_rows += [pool_row(f"{prefix}{pool}", row) for pool, row in model["pools"].items()]
+        if model["router"]:
+            goodput_table += goodput_rows(model["router"]["goodput"], prefix)
     print_table([PoolRow(), *pool_rows])
     if output == "wide":
-        for model in models.values():
-            if model["router"]:
-                print_table([GOODPUT_COLUMNS, *goodput_rows(model["router"]["goodput"])])
+        if any(model["router"] for model in models.values()):
+            print_table([GOODPUT_COLUMNS, *goodput_table])
         # Gateways of an older version say nothing of their memory.
         gateway_rows = [gateway_row(row) for row in cluster["gateways"] if "answers" in row]
         if gateway_rows:
             print_table([GatewayRow(), *gateway_rows])
-        worker_rows = [worker_row(worker) for worker in cluster["workers"]]
+        # With several models each worker says whose it is.
+        worker_rows = [
+            worker_row(worker, f"{worker['model']}/" if "model" in worker else "")
+            for worker in cluster["workers"]
+        ]
         print_table([WorkerRow(), *worker_rows])
 
 
@@ -188,26 +197,26 @@ def pool_row(name: str, pool: dict[str, Any]) -> PoolRow:
     )
 
 
-def goodput_rows(window: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def goodput_rows(window: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, ...]]:
     """Yield a row for each class and each tenant of the last minutes.
 
     `window` is the router's `goodput`: shares of requests that met both targets, the one until the
-    first token, and the one between tokens.
+    first token, and the one between tokens. `prefix` names the model where there are several.
     """
     for kind in ("classes", "tenants"):
         for name, group in window[kind].items():
             shares = [f"{group[share]:.1%}" for share in ("share", "ttft", "itl")]
-            yield kind, name or "-", str(group["requests"]), *shares
+            yield f"{prefix}{kind}", name or "-", str(group["requests"]), *shares
 
 
-def worker_row(worker: dict[str, Any]) -> WorkerRow:
-    """Return the cells of a worker of the status."""
+def worker_row(worker: dict[str, Any], prefix: str = "") -> WorkerRow:
+    """Return the cells of a worker of the status; `prefix` names the model of several."""
     engine = worker["engine"]
     transfer = worker["transfer"]
     blocks = engine["kv_blocks"]
     running = engine["running"] + engine["ready"] + engine["prefilling"] + engine["waiting"]
     return WorkerRow(
-        worker=worker["id"],
+        worker=f"{prefix}{worker['id']}",
         role=worker["role"],
         state=worker["state"],
         pid=str(worker["pid"]),

@@ -92,7 +92,7 @@ class Autopilot:
         )
         targets = {name: pool.target for name, pool in pools.items()}
         self._note_gpus(targets)
-        if observation is None:  # there is no router, so no demand is known
+        if observation is None:  # no router, or one that not all workers have joined yet
             return
         self._planner.gpu_limit = self._gpus.limit_of(self._model)
         self._pressure = self._planner.present_pressure(observation)

@@ -1,6 +1,7 @@
 """Why a cluster that serves is not well, as far as Control can see (pure).
 
-Each reason is a sentence for an operator. What is missing for serving at all, `status` itself says.
+Each reason is a sentence for an operator. Missing workers, gateways and routers are no reasons of
+this module: `status.summarize` names them.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from typing import Any
 
 from .orders import WorkerStatistics
 
-TRANSFER_WINDOW_S = 60.0  #: Failed transfers count for so long.
-#: Fewer failed transfers in the window are repaired without a word: each was computed again.
+TRANSFER_WINDOW_S = 60.0  #: A failure counts for so long.
+#: With fewer failures in the window nothing is said: what a failed transfer was to bring was
+#: computed again.
 TRANSFER_FAILURES_MIN = 3
-#: Failures that follow from the end of a worker, which is a reason of its own, or from an order that
-#: let its work go on elsewhere.
-EXPECTED_FAILURES = ("peer_lost", "cancelled", "handover")
-#: Clocks may differ by so much, beyond what the round trip leaves open. With more, logs and traces of
-#: several hosts do not line up. No deadline and no order depends on it.
+#: Reasons that no repair of transfers removes. A worker ended, which the status says anyway; a
+#: client or its gateway left; an order moved the work; or a peer holds a prefix no longer.
+EXPECTED_FAILURES = ("peer_lost", "aborted", "gateway_gone", "handover", "not_held")
+#: Clocks may differ by so much, beyond what the round trip leaves open. With more, logs and traces
+#: of several hosts do not line up. No deadline and no order depends on it.
 CLOCK_DIFFERENCE_LIMIT_S = 0.5
 MEMORY_MIN_BYTES = 512 << 20  #: With less on Control's host, the kernel may soon kill a process.
 
 
 @dataclass(frozen=True, slots=True)
 class _FailureSample:
-    """How many transfers had failed when the workers were asked."""
+    """How many failures of transfers and peers there had been when the workers were asked."""
 
     asked_at: float  #: Seconds of a monotonic clock.
     counts: dict[tuple[str, str], int]  #: By worker and reason, since the worker began.
@@ -103,7 +105,7 @@ class HealthWatch:
         return reasons
 
     def _transfer_reasons(self, workers: Sequence[WorkerStatistics], now: float) -> list[str]:
-        """Return a sentence if too many transfers failed within the window, else nothing."""
+        """Return a sentence if there were too many failures within the window, else nothing."""
         counts = {
             (worker["id"], reason): count
             for worker in workers
@@ -115,17 +117,28 @@ class HealthWatch:
         # The last look before the window is kept: what has been added since is in the window.
         while len(self._samples) > 1 and self._samples[1].asked_at <= now - TRANSFER_WINDOW_S:
             self._samples.popleft()
+        ages_s = {worker["id"]: worker.get("uptime_s") for worker in workers}
         new_failures = Counter[str]()  # by reason
         for (worker, reason), count in counts.items():
-            # A worker that was late for the oldest look has answered a later one. One that answers
-            # for the first time is new, unless this is the first look of all.
-            before = next(sample for sample in self._samples if worker in sample.answering)
-            is_new = before is self._samples[-1] and len(self._samples) > 1
-            new_count = count - (0 if is_new else before.counts.get((worker, reason), 0))
+            new_count = count - self._count_before_window(worker, reason, ages_s[worker])
             if new_count > 0:
                 new_failures[reason] += new_count
         total = new_failures.total()
         if total < TRANSFER_FAILURES_MIN:
             return []
         listed = ", ".join(f"{count} {reason}" for reason, count in sorted(new_failures.items()))
-        return [f"{total} transfers failed within a minute ({listed}): diptych doctor"]
+        return [
+            f"{total} failures of transfers or peers within a minute ({listed}): run diptych doctor"
+        ]
+
+    def _count_before_window(self, worker: str, reason: str, age_s: float | None) -> int:
+        """Return how many failures a worker had counted before the window began.
+
+        A worker that is younger than the window had none. For another one that was not asked, or
+        did not answer, when the window began, it is what its first answer after that said: nobody
+        knows when those failures were. Workers of an older version do not say their age (None).
+        """
+        if age_s is not None and age_s < TRANSFER_WINDOW_S:
+            return 0
+        first_answer = next(sample for sample in self._samples if worker in sample.answering)
+        return first_answer.counts.get((worker, reason), 0)

@@ -20,8 +20,8 @@ fitted to measurements. With them, for one worker:
     pressure     = max(prefill use / PREFILL_SHARE, decode use / DECODE_SHARE)
 
 `rate` is in requests/s. `backlog` is in seconds of prefill that were placed on workers and are not
-computed, and `horizon` is the time in which they should be (`PlannerConfig.horizon_s`). ITL is the time between two tokens of
-an answer.
+computed, and `horizon` is the time in which they should be (`PlannerConfig.horizon_s`). ITL is the
+time between two tokens of an answer.
 
 A fleet meets the targets while its pressure is at most 1. The pressure is infinite if a role has no
 worker, or if no decode worker has steps as short as the ITL target. This is the linear program of
@@ -49,8 +49,8 @@ ROLES = ("prefill", "decode")
 #: prompt that meets a busy prefill worker waits; decode workers compute many answers together.
 PREFILL_SHARE = 0.7
 DECODE_SHARE = 0.95
-#: Step times that are considered, as shares of the ITL target. They are those of
-#: simulator/bound.py, which a live planner does not import: it needs scipy.
+#: Step times that are considered, as shares of the ITL target. simulator/bound.py considers the
+#: same, and the step that reads a full KV pool. A live planner does not import it: it needs scipy.
 STEP_SHARES = (0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
 #: The least seconds of a prefill that are planned with, so that nothing is divided by 0: a start-up
 #: calibration on a noisy machine may find that a prefill costs nothing.
@@ -130,8 +130,8 @@ class ReplicaBounds:
 class PlannerConfig:
     """The planner's settings. Times are in seconds.
 
-    A dwell is a time after an action in which an action of one kind is not taken, so that the
-    effect of the first is seen before.
+    A dwell is a time that has to pass between two actions: in it the planner takes no action of a
+    certain kind, so that it sees first what the action before has brought.
     """
 
     #: The target of the time between two tokens of an answer.
@@ -146,7 +146,8 @@ class PlannerConfig:
     gpu_limit: int | None = None
     #: Within this time a backlog should be worked off.
     horizon_s: float = 10.0
-    #: For this long demand is observed before the first action.
+    #: For this long arrivals are observed before the first flip or growth, and again after a time
+    #: without any: the rate is counted over a window, which has to fill.
     warmup_s: float = 30.0
     #: Between two flips.
     flip_dwell_s: float = 60.0
@@ -156,8 +157,8 @@ class PlannerConfig:
     idle_pressure: float = 0.5
     #: Between a change of replica counts and the next growth.
     scale_up_dwell_s: float = 15.0
-    #: For this long a smaller fleet must have been enough, without a flip or a change of replica
-    #: counts, before the fleet shrinks.
+    #: For this long a smaller fleet must have been enough, without a flip, a change of replica
+    #: counts or a first arrival after a time without any, before the fleet shrinks.
     scale_down_dwell_s: float = 180.0
     #: The pressure up to which a smaller fleet counts as enough.
     scale_down_pressure: float = 0.7
@@ -291,12 +292,13 @@ class Planner:
     """
 
     config: PlannerConfig
-    #: When `handle` was called first; None before.
-    started_at: float | None = None
+    #: Since when there has been demand, each time that `handle` was called; None: at the last call
+    #: there was none.
+    demand_since: float | None = None
     last_flip_at: float = -inf
     last_scale_at: float = -inf
-    #: Since when a smaller fleet would have been enough, each time that this was looked at; None: it
-    #: was not at the last time, or the fleet has shrunk since.
+    #: Since when a smaller fleet would have been enough, each time that this was looked at; None: a
+    #: smaller one was not enough at the last time, or the fleet has shrunk since.
     oversized_since: float | None = None
     #: GPUs that all replicas may have now; None: no limit. It begins as configured; the caller sets
     #: it before `handle`, as other models may have some of the GPUs.
@@ -308,15 +310,22 @@ class Planner:
     def handle(self, observation: FleetObservation, now: float) -> list[PlannerAction]:
         """Return what to change now. `now` is in seconds by any one clock.
 
-        Nothing is changed without demand, or while a role has no worker: then no speed is known by
-        which that role could be planned.
+        Nothing is changed while a role has no worker: then no speed is known by which that role
+        could be planned. Without demand (no arrival in the observed window) the fleet can only
+        shrink.
         """
-        if self.started_at is None:
-            self.started_at = now
+        if observation.demand.rate == 0:
+            self.demand_since = None
+        elif self.demand_since is None:
+            self.demand_since = now
         roles = Roles.of(observation.replicas)
-        if now - self.started_at < self.config.warmup_s or observation.demand.rate == 0:
-            return []
         if not roles.prefill or not roles.decode:
+            return []
+        if self.demand_since is None:
+            if not self.config.scaling_enabled:
+                return []
+            return self._shrink(observation, roles, self._pool_counts(observation), now)
+        if now - self.demand_since < self.config.warmup_s:
             return []
 
         actions: list[PlannerAction] = self._flip(observation, roles, now)
@@ -498,6 +507,9 @@ class Planner:
         if self.oversized_since is None:
             self.oversized_since = now
         unchanged_since = max(self.oversized_since, self.last_scale_at, self.last_flip_at)
+        if self.demand_since is not None:
+            # That a smaller fleet was enough for no requests says nothing of those that come now.
+            unchanged_since = max(unchanged_since, self.demand_since)
         if now - unchanged_since < self.config.scale_down_dwell_s:
             return []
         self.last_scale_at = now

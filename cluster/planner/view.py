@@ -17,19 +17,27 @@ def observe_fleet(
     workers: list[dict[str, Any]],
     starting_replicas: dict[str, int],
 ) -> FleetObservation | None:
-    """Return the planner's view, or None if no router answers; `router` is then empty.
+    """Return the planner's view; None if no router answers or a worker has not joined it yet.
 
-    `router` and `workers` are the statistics of these processes. `starting_replicas` counts by pool
-    the replicas that Ray Serve is starting. The router knows the speed of each worker that has
-    joined it (`costs`); a worker that has not joined yet is none of the view's `replicas`, though
-    its KV blocks count. A card without a role belongs to a worker that is drained or changes its
-    role, or that leaves for good. Workers in the first two cases are resting: they will take work
-    again. The router's `backlog_s` is the sum of the seconds of prefill that workers have been
-    given and have not computed. `recent` stays empty, as the planner that runs live does not look
-    at it.
+    `router` and `workers` are the statistics of these processes; `router` is empty where none
+    answers. `cards` are those of the workers that a router's directory has named.
+    `starting_replicas` counts by pool the replicas that Ray Serve is starting.
+
+    The router knows the speed (`costs`) of each worker that has joined it. After a router has
+    started, workers join it one after the other. A fleet without the missing ones would look
+    smaller than it is, and the planner could order fewer replicas than there are. This ends: once
+    the router has settled, its directory names joined workers only.
+
+    A card without a role belongs to a worker that is drained or changes its role, or that leaves
+    for good. Workers in the first two cases are resting: they will take work again. The router's
+    `backlog_s` is the sum of the seconds of prefill that workers have been given and have not
+    computed. `recent` stays empty, as the planner that runs live does not look at it.
     """
     outlook = router.get("outlook")  # made by `router.demand.outlook`
     if outlook is None:
+        return None
+    working_cards = [card for card in cards if card.role]
+    if any(card.id not in outlook["costs"] for card in working_cards):
         return None
     replicas = tuple(
         Replica(
@@ -40,8 +48,7 @@ def observe_fleet(
             kv_tokens=card.blocks * card.block_tokens,
             gpus=card.tensor_parallel,
         )
-        for card in cards
-        if card.role and card.id in outlook["costs"]
+        for card in working_cards
     )
     leaving_ids = {worker["id"] for worker in workers if worker["state"] == "leaving"}
     return FleetObservation(

@@ -80,6 +80,7 @@ class WorkerProcess:
         self._replica_id = context.replica_id
         self.replica = self._replica_id.unique_id
         self.name = f"{home}/{self.replica}"  #: the worker's id in the cluster
+        self._began_at = time.monotonic()
         self.lifecycle = WorkerLifecycle(home)
         self._model = Path(model)
         self._gateways: dict[str, FrameConnection] = {}  #: by the gateway's name
@@ -156,6 +157,7 @@ class WorkerProcess:
             block_tokens=engine.kv_pool.layout.block_tokens,
             growth_reserve_blocks=engine.growth_reserve_blocks,
             gpu=_hardware_name(self._pool_config.engine),
+            tensor_parallel=self._pool_config.tensor_parallel,
             chunk_tokens=engine.limits.max_step_tokens,
             max_running=engine.limits.max_running,
             metrics=metrics_address,
@@ -213,13 +215,13 @@ class WorkerProcess:
             case frames.WorkerDirectory():
                 self._take_directory(frame)
             case frames.AttemptPlaced() | frames.AttemptRefused():
-                pass  # the router sends these, and those of the next cases, to gateways only
-            case frames.InspectProcess() | frames.CloseGateway() | frames.CallReply():
+                pass  # the router sends these, and those of the next case, to gateways only
+            case frames.InspectProcess() | frames.CloseGateway() | frames.GatewayDirectory():
                 pass
-            case frames.GatewayDirectory():
-                pass
+            case frames.CallReply():
+                pass  # it answers whoever asked the router, and a worker asks nothing
             case frames.Heartbeat():
-                pass
+                pass  # never comes: `FrameConnection.frames` keeps heartbeats to itself
             case _:
                 assert_never(frame)
 
@@ -378,7 +380,9 @@ class WorkerProcess:
                     log.info("flipped to %s in %.2f s", role, took_s)
                 case _:
                     assert_never(action)
-        if self.lifecycle.changing and self._change_task is None:
+        # A task that is done may be here still: asyncio calls `_change_ended` a moment later.
+        is_ticking = self._change_task is not None and not self._change_task.done()
+        if self.lifecycle.changing and not is_ticking:
             self._change_task = self.loop.create_task(self._carry_change_through())
             self._change_task.add_done_callback(self._change_ended)
 
@@ -395,7 +399,8 @@ class WorkerProcess:
 
     def _change_ended(self, task: asyncio.Task[None]) -> None:
         """Log an error of the task, which nobody awaits."""
-        self._change_task = None
+        if self._change_task is task:  # else the next change has begun already
+            self._change_task = None
         if not task.cancelled() and task.exception():
             log.error("a change of role failed", exc_info=task.exception())
 
@@ -426,6 +431,7 @@ class WorkerProcess:
             "state": str(self.lifecycle.phase),
             "note": self.lifecycle.note,
             "rss_mib": resident_bytes() >> 20,
+            "uptime_s": round(time.monotonic() - self._began_at, 1),
             "clock_s": time.time(),  # Control compares the clocks of all hosts
             "cpu_s": round(time.process_time(), 2),
             "flips": self.lifecycle.flips,
@@ -463,10 +469,11 @@ def _hardware_name(settings: EngineSettings) -> str:
 
 
 def replica_has_ended(card: frames.WorkerCard, own_id: ReplicaID) -> bool:
-    """Return whether Ray says that a replica's process, or its node, has ended; False: unknown.
+    """Return whether Ray says that a worker's process, or its node, has ended.
 
-    The replica is one of the application that `own_id` belongs to, which is the asking replica's
-    id. A call takes long: it asks Ray's control service. Not for the event loop.
+    False: the process lives, or Ray does not say. `own_id` is the id of the asking replica; the
+    worker that `card` describes is a replica of the same Serve application. The call asks Ray's
+    control service, which takes too long for the event loop.
     """
     application = own_id.deployment_id.app_name
     deployment_id = DeploymentID(POOL_DEPLOYMENTS[card.pool], application)

@@ -119,8 +119,9 @@ class DeadlinePolicy:
     def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
         """Let a new request choose a worker; queue it if the chosen worker does not take it.
 
-        The request is charged to its tenant in any case: entering the queue does it too, and puts
-        the requests of a tenant off that has asked for more than its share of all the workers.
+        The request is charged to its tenant unless it is refused: entering the queue does it too,
+        and puts the requests of a tenant off that has asked for more than its share of all the
+        workers.
         """
         placer = self.placer
         placer.find_prefix(request)
@@ -166,13 +167,13 @@ class DeadlinePolicy:
         if lateness_s <= 0 or len(queue.urgent) <= capacity:
             return None
         if request.slo.early_reject:
-            queue.leave(request.attempt_key)
+            queue.refuse(request)
             return Rejection(request, lateness_s, retry_after_s=lateness_s)
         overdue_rate = max(self._overdue_rate.rate(capacity), lowest_rate)
         wait_s = queue.overdue_prefill_s / overdue_rate
         wait_limit_s = self.config.background_wait_s
         if wait_s > wait_limit_s:
-            queue.leave(request.attempt_key)
+            queue.refuse(request)
             return Rejection(request, lateness_s, wait_s, retry_after_s=wait_s - wait_limit_s)
         queue.mark_overdue(request)
         return None

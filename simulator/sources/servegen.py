@@ -6,14 +6,17 @@ A file has the arrival rate of every client in every window of 600 s, and of mos
 * inter-arrival times of the client's family, rescaled to fill the window;
 * lengths by inverse CDF from the sketch of the enclosing six hours.
 
-Clients without sketches are left out. ServeGen has no prefixes: each client gets one system prompt,
-a quarter of its median input. What a client is in the data is a tenant in the trace, the same one
-in all windows. All other blocks of a prompt are its request's alone.
+Clients without sketches are left out. ServeGen has no prefixes. Here each client has one system
+prompt, with which all of its prompts begin; a window's prompts begin with as much of it as a
+quarter of their median. All other blocks of a prompt are its request's alone. What a client is in
+the data is a tenant in the trace, the same one in all windows.
 """
 
 from __future__ import annotations
 
 import itertools
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,9 +37,14 @@ GAMMA = 1  #: families of inter-arrival times, by ServeGen's numbers; any other 
 WEIBULL = 2
 
 #: The arrays of a file, by name:
-#: `t` start of each window in s; `q` the sketches' quantiles; `client`, with one row for each:
-#: `rate` requests/s by window, `pat` `p1` `p2` its family, shape and scale by window; `ds_client`,
-#: with one row for each sketch: `ds_ts` its start in s, `ds_in` `ds_out` lengths by quantile.
+#:     t                the start of each window, in s
+#:     q                the quantiles of all sketches, 0 to 1
+#:     client           the id of each client
+#:     rate             requests/s, by client and window
+#:     pat, p1, p2      family, shape and scale of inter-arrival times, by client and window
+#:     ds_client        the client of each sketch
+#:     ds_ts            the start of each sketch's six hours, in s
+#:     ds_in, ds_out    tokens of prompts and of answers, by sketch and quantile
 ClientModels = dict[str, np.ndarray]
 
 
@@ -56,7 +64,11 @@ class ArrivalFamily(NamedTuple):
 
 
 def read_window(path: Path, name: str, seed: int) -> Trace:
-    """Return one window of 600 s: the one with the median total rate. Raises SimulationError."""
+    """Return the requests of one window of 600 s. Raises SimulationError.
+
+    It is the window with the median total rate. All rates are scaled, so that it has about
+    `WINDOW_REQUESTS` requests.
+    """
     models = _load_models(path)
     total_rates = models["rate"].sum(axis=0)
     window = int(np.argsort(total_rates)[len(total_rates) // 2])
@@ -71,8 +83,9 @@ def read_window(path: Path, name: str, seed: int) -> Trace:
 def read_day(path: Path, name: str, seed: int, rate: float, part: float = 0.05) -> Trace:
     """Return the first day at `rate` requests/s on average, shortened. Raises SimulationError.
 
-    Of each window only the first `part` (a share) of its time is in the trace. Rates and lengths
-    rise and fall as recorded, and time is not squeezed. `name` is the trace's.
+    Of each window only the first `part` (a share) of its time is in the trace, and these pieces
+    follow each other without gaps: with 0.05 a day takes 72 minutes. From piece to piece rates and
+    lengths rise and fall as recorded; all rates are scaled by one factor. `name` is the trace's.
     """
     models = _load_models(path)
     windows = range(min(round(DAY_S / WINDOW_S), models["rate"].shape[1]))
@@ -92,10 +105,15 @@ def read_day(path: Path, name: str, seed: int, rate: float, part: float = 0.05) 
 
 
 def _load_models(path: Path) -> ClientModels:
-    data = np.load(path)
-    if "rate" not in data or "ds_in" not in data:
-        raise SimulationError(f"trace {path}: not a ServeGen file")
-    return dict(data)
+    """Return the arrays of a file. Raises SimulationError."""
+    refusal = SimulationError(f"trace {path}: not a ServeGen file")
+    try:  # numpy raises as many types as there are ways to damage a file
+        data = np.load(path)
+        if "rate" not in data or "ds_in" not in data:
+            raise refusal
+        return dict(data)
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error):
+        raise refusal from None
 
 
 def _expected_requests(models: ClientModels, window: int) -> float:
@@ -116,7 +134,8 @@ def _draw_window(
 
     `numbers` numbers the requests of the trace; those that the caller drops leave gaps.
     """
-    sketches = _nearest_sketches(models, float(models["t"][window]))
+    # By the window's middle: where six hours end, its start is as near to those that have ended.
+    sketches = _nearest_sketches(models, float(models["t"][window]) + WINDOW_S / 2)
     rates = {
         int(client): float(rate)
         for client, rate in zip(models["client"], models["rate"][:, window], strict=True)

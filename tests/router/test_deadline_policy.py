@@ -256,6 +256,20 @@ def test_a_tenant_that_floods_goes_behind_the_others() -> None:
     assert "b" in order, order
 
 
+def test_a_tenant_whose_requests_are_refused_does_not_go_behind_for_them() -> None:
+    classes = {"normal": SloClass(), "sheddable": SloClass(early_reject=True)}
+    rig = Rig("prefill/a", "decode/x", ttft_s=30.0, classes=classes)
+    rig.ask("r0", tenant="b")
+    for index in range(100):
+        rig.ask(f"a{index}", tenant="a", slo_class="sheddable", ttft_s=12.0)
+    assert len(rig.refused) > 80
+    rig.ask("b", tenant="b")
+    rig.ask("a", tenant="a")
+    queued = rig.router.queue.by_key
+    put_off_s = queued["a", 0].start_by_s - queued["b", 0].start_by_s
+    assert 0.0 < put_off_s < 40.0, "for what was queued of it, twice as there are two tenants"
+
+
 # ---- halting -------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 from diptych.protos.frames import PlaceAttempt, RequestOutcome
 from diptych.protos.targets import (
@@ -14,7 +16,7 @@ from diptych.protos.targets import (
 from diptych.router import RouterConfig, SloClass, TenantSlo
 from diptych.router import events as e
 from diptych.simulator.metrics import Slo
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from .test_deadline_policy import COST, Rig
@@ -65,6 +67,8 @@ def test_a_target_comes_to_the_largest_of_its_sums(text: str, seconds: float) ->
         ("2000x", "at most 1000x"),
         ("max(" + ",".join(["1s"] * 9) + ")", "8 parts at most"),
         ("1s" + " " * 200, "200 characters"),
+        # The text itself is short enough, and what it is printed as is not.
+        ("max(" + ",".join(["1001ms+101ms/1k+1.25x"] * 8) + ")", "200 characters"),
     ],
 )
 def test_what_is_no_target_is_one_sentence(text: str, said: str) -> None:
@@ -77,6 +81,38 @@ def test_what_is_no_target_is_one_sentence(text: str, said: str) -> None:
 def test_a_target_is_what_its_text_says(target: TtftTarget) -> None:
     assert TtftTarget.parse(str(target)) == target
     assert str(TtftTarget.parse(str(target))) == str(target)
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> str:
+    """Texts of up to eight sums, with numbers of many digits, before the point and behind it."""
+    number = st.from_regex(r"([0-9]{0,5}\.)?[0-9]{1,24}", fullmatch=True, alphabet="0123456789.")
+    term = st.builds(operator.add, number, st.sampled_from(["ms", "s", "x", "ms/1k", "s/1k"]))
+    sum_texts = [
+        "+".join(draw(st.lists(term, min_size=1, max_size=4)))
+        for _ in range(draw(st.integers(1, 8)))
+    ]
+    return sum_texts[0] if len(sum_texts) == 1 else f"max({','.join(sum_texts)})"
+
+
+@given(texts(), prompts, isolated_times_s)
+@example("0.00001x", 1, 1.0)
+@example("." + "0" * 180 + "1s", 1, 1.0)
+@example("999.99999999999ms", 1, 1.0)
+@example("max(" + ",".join(["1001ms+101ms/1k+1.25x"] * 7) + ")", 1000, 1.0)
+def test_what_is_taken_is_printed_as_a_text_that_says_the_same(
+    text: str, prompt_tokens: int, isolated_s: float
+) -> None:
+    try:
+        target = TtftTarget.parse(text)
+    except TargetError:
+        return
+    printed = TtftTarget.parse(str(target))
+    assert printed.seconds(prompt_tokens, isolated_s) == pytest.approx(
+        target.seconds(prompt_tokens, isolated_s), rel=1e-8, abs=0.0
+    )
+    again = TtftTarget.parse(str(printed))
+    assert again == printed
 
 
 @given(targets, prompts, isolated_times_s)

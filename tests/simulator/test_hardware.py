@@ -46,6 +46,15 @@ def test_the_steps_of_an_answer_add_up_to_its_rows_and_reads():
     assert cost.decode_read_s(context_tokens) == pytest.approx(steps_s - 4 * 1e-3)
 
 
+def test_weights_that_a_gpu_does_not_compute_are_one_sentence():
+    with pytest.raises(SimulationError) as raised:
+        hw.Hardware.of("llama3.1-70b-nvfp4", "H200", 4)
+    assert str(raised.value) == (
+        "llama3.1-70b-nvfp4 on H200: expected weights in bf16 or fp8, not nvfp4"
+    )
+    assert hw.Hardware.of("llama3.1-70b-nvfp4", "B200", 4).kv_tokens > 0
+
+
 def test_more_gpus_are_faster_but_not_in_proportion():
     one, four = (hw.Hardware.of("llama3.1-8b-bf16", "H100", tp) for tp in (1, 4))
     speedup = one.cost.prefill_s(8192, 8192) / four.cost.prefill_s(8192, 8192)

@@ -178,6 +178,54 @@ def test_a_servegen_day_repeats_no_more_than_the_system_prompts_of_its_clients(t
     assert len(shared) == 4, "a quarter of ten blocks each"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"version https://git-lfs.github.com/spec/v1\n",
+        b"PK\x03\x04 the rest did not come",
+        b"",
+    ],
+)
+def test_a_file_of_client_models_that_is_none_is_one_sentence(tmp_path, content):
+    path = tmp_path / "t.npz"
+    path.write_bytes(content)
+    with pytest.raises(SimulationError, match=r"t\.npz: not a ServeGen file"):
+        load_trace(str(path))
+
+
+def test_client_models_that_are_damaged_are_one_sentence(tmp_path):
+    path = tmp_path / "t.npz"
+    np.savez(path, rate=np.zeros((10, 1000)), ds_in=np.zeros((10, 1000)))
+    content = bytearray(path.read_bytes())
+    content[5000:5100] = b"x" * 100
+    path.write_bytes(content)
+    with pytest.raises(SimulationError, match=r"t\.npz: not a ServeGen file"):
+        load_trace(str(path))
+
+
+def test_a_window_takes_its_lengths_from_the_six_hours_in_which_it_lies(tmp_path):
+    path = tmp_path / "one_client.npz"
+    windows = 72
+    np.savez(
+        path,
+        t=np.arange(windows) * 600.0,
+        q=[0.0, 1.0],
+        client=[3],
+        rate=np.full((1, windows), 0.05),
+        pat=np.zeros((1, windows)),
+        p1=np.ones((1, windows)),
+        p2=np.ones((1, windows)),
+        ds_client=[3, 3],
+        ds_ts=[0, 6 * 3600],
+        ds_in=[[100, 100], [900, 900]],
+        ds_out=[[10, 10], [10, 10]],
+    )
+    requests = read_day(path, "day", 0, rate=0.05, part=1.0).requests
+    first_half = {one.prompt_tokens for one in requests if one.arrival_s < 6 * 3600}
+    second_half = {one.prompt_tokens for one in requests if one.arrival_s >= 6 * 3600}
+    assert (first_half, second_half) == ({100}, {900})
+
+
 ROW = '{"timestamp": 5, "input_length": 70, "output_length": 3}'
 
 

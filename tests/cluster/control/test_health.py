@@ -18,8 +18,8 @@ from diptych.cluster.control.health import (
 from .test_status import WORKERS, told
 
 
-def worker(name: str, **failures: int) -> dict[str, Any]:
-    return {"id": name, "transfer": {"failures": failures}}
+def worker(name: str, uptime_s: float = 9999.0, **failures: int) -> dict[str, Any]:
+    return {"id": name, "uptime_s": uptime_s, "transfer": {"failures": failures}}
 
 
 class Watched:
@@ -42,8 +42,11 @@ def test_transfers_that_keep_failing_are_a_reason_for_a_minute() -> None:
     watched = Watched()
     assert watched.look(0.0, worker("decode/a", checksum=7)) == [], "they failed before"
     assert watched.look(10.0, worker("decode/a", checksum=9)) == [], "two are repaired in silence"
-    reason = "4 transfers failed within a minute (3 checksum, 1 timeout): diptych doctor"
-    later = [worker("decode/a", checksum=9, timeout=1), worker("decode/b", checksum=1)]
+    reason = (
+        "4 failures of transfers or peers within a minute (3 checksum, 1 timeout): "
+        "run diptych doctor"
+    )
+    later = [worker("decode/a", checksum=9, timeout=1), worker("decode/b", 5.0, checksum=1)]
     assert watched.look(20.0, *later) == [reason]
     assert watched.look(20.0 + TRANSFER_WINDOW_S, *later) == []
 
@@ -55,10 +58,46 @@ def test_a_worker_that_was_late_once_has_no_new_failures() -> None:
         assert watched.look(float(second), *told, worker("decode/b")) == []
 
 
+def test_failures_from_before_control_or_its_connection_are_not_of_the_last_minute() -> None:
+    watched = Watched()
+    assert watched.look(0.0) == [], "a Control that has just started reaches nobody yet"
+    assert watched.look(5.0, worker("decode/a", checksum=40)) == []
+    assert watched.look(10.0, worker("decode/a", checksum=40), worker("decode/b")) == []
+    for second in range(15, 100, 5):
+        assert watched.look(float(second), worker("decode/b")) == [], "decode/a is out of reach"
+    assert watched.look(100.0, worker("decode/a", checksum=45), worker("decode/b")) == []
+    reasons = watched.look(105.0, worker("decode/a", checksum=48), worker("decode/b"))
+    assert [reason.partition(" ")[0] for reason in reasons] == ["3"]
+
+
+def test_the_first_failures_of_a_new_worker_count_for_as_long_as_others() -> None:
+    watched = Watched()
+    watched.look(0.0, worker("decode/a"))
+    for uptime_s in (4.0, 34.0, 59.0):
+        now = 10.0 + uptime_s
+        assert watched.look(now, worker("decode/a"), worker("decode/b", uptime_s, checksum=3))
+    assert watched.look(75.0, worker("decode/a"), worker("decode/b", 65.0, checksum=3)) == []
+
+
+def test_a_worker_of_an_older_version_says_no_age_and_counts_from_its_first_answer() -> None:
+    watched = Watched()
+    watched.look(0.0, worker("decode/a"))
+    for failures, is_reason in ((40, False), (43, True)):
+        old = {"id": "decode/old", "transfer": {"failures": {"checksum": failures}}}
+        assert bool(watched.look(float(failures), worker("decode/a"), old)) == is_reason
+
+
 def test_the_end_or_drain_of_a_worker_is_no_failure_of_transfers() -> None:
     watched = Watched()
     watched.look(0.0, worker("decode/a"))
     assert watched.look(1.0, worker("decode/a", peer_lost=20, kv_peer_lost=5, handover=9)) == []
+
+
+def test_clients_and_gateways_that_leave_and_prefixes_that_are_gone_are_no_reason() -> None:
+    watched = Watched()
+    watched.look(0.0, worker("decode/a"))
+    gone = worker("decode/a", aborted=20, gateway_gone=7, not_held=9)
+    assert watched.look(1.0, gone) == []
 
 
 def test_a_controller_that_is_away_and_little_memory_are_said() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from diptych.cluster.cli.status import goodput_rows, headline, pool_row, unreached_lines
+import pytest
+from diptych.cluster.cli.status import goodput_rows, headline, pool_row, show, unreached_lines
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.serve import PoolObservation
-from diptych.cluster.control.status import summarize
+from diptych.cluster.control.status import summarize, summarize_models
 
 
 def worker(name: str, role: str = "", **fields: Any) -> dict[str, Any]:
@@ -171,3 +172,28 @@ def test_a_target_is_not_out_of_reach_by_chance_or_by_refusals() -> None:
     ):
         assert summarize(config, seen(), router, WORKERS)["unreached"] == []
     assert told(WORKERS, None)["unreached"] == []
+
+
+def test_a_wide_status_of_several_models_says_whose_each_row_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    transfer = {
+        "transport": "shm",
+        "sessions": 1,
+        "bytes_sent": 0,
+        "bytes_received": 0,
+        "failures": {},
+    }
+    workers = [{**one, "pid": 7, "rss_mib": 100, "transfer": transfer} for one in WORKERS]
+    first_words = {}
+    for names in (["llama"], ["llama", "qwen"]):
+        show(summarize_models({name: told(workers) for name in names}), "wide")
+        lines = capsys.readouterr().out.splitlines()
+        first_words[len(names)] = [line.split()[0] for line in lines if line]
+    alone = ["prefill", "decode", "GOODPUT", "classes", "tenants", "WORKER"]
+    assert [word for word in first_words[1] if word in alone] == alone
+    for name in ("llama", "qwen"):
+        rows = ["prefill", "decode", "classes", "tenants", "prefill/a", "decode/a", "decode/b"]
+        assert [word for word in first_words[2] if word.startswith(name)] == [
+            f"{name}/{row}" for row in rows
+        ]

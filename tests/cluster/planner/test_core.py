@@ -189,6 +189,67 @@ def test_the_first_half_minute_is_too_short_to_judge_by() -> None:
     assert one.handle(given, 30.0)
 
 
+def test_after_a_quiet_time_a_burst_too_is_observed_before_it_is_acted_on() -> None:
+    one = planner(warmup_s=30.0)
+    quiet = replace(seen("4P4D", LONG_PROMPTS, 0.0), demand=OfferedLoad())
+    burst = seen("4P4D", LONG_PROMPTS, 4.0)
+    for began_at in (600, 1200):
+        for now in range(began_at - 600, began_at, 5):
+            assert not one.handle(quiet, now)
+        assert not one.handle(burst, began_at) and not one.handle(burst, began_at + 25)
+        assert one.handle(burst, began_at + 30)
+
+
+def carried_out(observation: FleetObservation, order: ScalePool) -> FleetObservation:
+    """The pool has as many replicas as it was ordered to have, and none starts or stops."""
+    others = [one for one in observation.replicas if one.pool != order.pool]
+    pool = [one for one in observation.replicas if one.pool == order.pool]
+    return replace(observation, replicas=(*others, *pool[: order.replicas]))
+
+
+def test_a_fleet_whose_traffic_has_stopped_shrinks_to_its_minimum() -> None:
+    pools = {"prefill": ReplicaBounds(1, 8), "decode": ReplicaBounds(2, 8)}
+    one = planner(scaling_enabled=True, pools=pools, warmup_s=30.0)
+    given = replace(seen("3P4D", LONG_PROMPTS, 0.0), demand=OfferedLoad())
+    orders = []
+    for now in range(0, 3600, 5):
+        for order in one.handle(given, now):
+            assert isinstance(order, ScalePool)
+            orders.append((now, order.pool, order.replicas))
+            given = carried_out(given, order)
+    times = [now for now, _, _ in orders]
+    assert times[0] == 180 and all(b - a >= 180 for a, b in itertools.pairwise(times))
+    assert Counter(replica.pool for replica in given.replicas) == {"prefill": 1, "decode": 2}
+    assert len(orders) == 4, "each takes one replica"
+
+
+def test_a_burst_after_a_quiet_time_is_no_moment_to_shrink() -> None:
+    """In its first minute the rate counts too low: the window has to fill."""
+    one = planner(scaling_enabled=True, warmup_s=30.0)
+    quiet = replace(seen("4P4D", LONG_PROMPTS, 0.0), demand=OfferedLoad())
+    assert all(not one.handle(quiet, now) for now in range(0, 175, 5))
+    low = seen("4P4D", LONG_PROMPTS, 0.05)
+    assert all(not one.handle(low, now) for now in range(175, 355, 5))
+    assert one.handle(low, 355)
+    # A request now and then does not keep a fleet large: between them the quiet time counts on.
+    one = planner(scaling_enabled=True, warmup_s=30.0)
+    orders = [one.handle(low if now // 60 % 2 else quiet, now) for now in range(0, 300, 5)]
+    assert sum(map(len, orders)) == 1
+
+
+def test_without_new_requests_nothing_but_a_shrinking_is_ordered() -> None:
+    quiet = replace(seen("4P4D", LONG_PROMPTS, 0.0), demand=OfferedLoad())
+    # What came before the quiet minute may keep prefill workers busy, and fill decode workers.
+    for busy in ({"backlog_s": 900.0}, {"kv_used_share": 0.99}):
+        one = planner(scaling_enabled=True)
+        assert all(not one.handle(replace(quiet, **busy), now) for now in range(0, 600, 5))
+    fixed = planner(scaling_enabled=False)
+    assert all(not fixed.handle(quiet, now) for now in range(0, 600, 5))
+    alone = replace(quiet, replicas=fleet("4P0D"))
+    one = planner(scaling_enabled=True)
+    assert all(not one.handle(alone, now) for now in range(0, 600, 5)), "a role has no worker"
+
+
 def test_a_fit_that_calls_steps_free_is_no_reason_to_fail() -> None:
     """Start-up calibration on a noisy machine may find no slope at all."""
     given = seen("2P2D", LONG_ANSWERS, 1.0)

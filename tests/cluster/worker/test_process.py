@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from diptych.cluster.config import ClusterConfig
 from diptych.cluster.worker import core as core_module
 from diptych.cluster.worker import process as process_module
+from diptych.cluster.worker.lifecycle import RoleOrdered, WorkerLifecycle, WorkerStarted
 from diptych.cluster.worker.process import WorkerProcess, replica_has_ended
 from diptych.protos.frames import WorkerCard
 from ray.serve._private.common import DeploymentID, ReplicaID
@@ -95,4 +98,70 @@ async def test_a_stop_while_the_model_loads_stops_what_is_there(
     start.cancel()
     await asyncio.wait([start])
     del process, start
+    gc.collect()
+
+
+def test_a_card_says_on_how_many_gpus_the_worker_runs() -> None:
+    config = ClusterConfig.model_validate({"pools": {"decode": {"tensor_parallel": 2}}})
+    limits = SimpleNamespace(max_step_tokens=512, max_running=64, itl_budget_s=None)
+    engine = SimpleNamespace(
+        block_count=100,
+        kv_pool=SimpleNamespace(layout=SimpleNamespace(block_tokens=64)),
+        growth_reserve_blocks=1,
+        limits=limits,
+    )
+    process: Any = SimpleNamespace(
+        name="decode/own",
+        pool="decode",
+        replica="own",
+        lifecycle=WorkerLifecycle("decode"),
+        core=SimpleNamespace(engine=engine),
+        _pool_config=config.pools.decode,
+    )
+    assert WorkerProcess._describe(process, "host:1", "", []).tensor_parallel == 2
+
+
+class EmptyCore:
+    """Stands for a `WorkerCore` without work."""
+
+    attempts = 0
+    open_tickets = 0
+
+    def __init__(self, process: Any) -> None:
+        self._process = process
+        self.ending: asyncio.Future[asyncio.Task[None]] = asyncio.Future()
+        self.handovers = 0
+
+    def hand_over(self) -> int:
+        self.handovers += 1
+        return 0
+
+    def observe(self) -> None:
+        pass
+
+    def become(self, _role: str) -> None:
+        """End the worker right behind the change of role, before asyncio says that it is done."""
+        self.ending.set_result(asyncio.create_task(self._process._end()))
+
+
+# Python calls `__del__`, when the object goes, and awaits nothing.
+@pytest.mark.filterwarnings("ignore:coroutine 'WorkerProcess.__del__' was never awaited")
+async def test_a_worker_that_ends_right_behind_a_flip_still_hands_its_work_over() -> None:
+    process: Any = WorkerProcess.__new__(WorkerProcess)
+    process.loop = asyncio.get_running_loop()
+    process.lifecycle = WorkerLifecycle("decode")
+    process.core = EmptyCore(process)
+    process.link = SimpleNamespace(connected=True)
+    process._reporter = SimpleNamespace(must_join=False, introduce_again=lambda: None)
+    process._card = WorkerCard("decode/own", "decode", "decode", "", "own", 0)
+    process._change_task = None
+    process._tasks = []
+    process._stops = contextlib.AsyncExitStack()
+    process._handle(WorkerStarted())
+    process._handle(RoleOrdered("prefill", hand_over=True))
+    async with asyncio.timeout(10):
+        await (await process.core.ending)
+    assert not process.lifecycle.changing
+    assert process.core.handovers == 2, "for the flip, and for the end"
+    del process
     gc.collect()

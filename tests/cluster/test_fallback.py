@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from diptych.cluster.gateway.attempt.fallback import (
     KnownWorker,
     place_without_router,
 )
-from diptych.cluster.gateway.attempt.plane import Plane
+from diptych.cluster.gateway.attempt.plane import Inbox, Plane
 from diptych.protos import frames as f
 
 from tests.support.fleet import until
@@ -69,6 +70,129 @@ def test_the_least_loaded_workers_are_chosen(
     assert pair(*workers, **place) == expected
 
 
+class Alone:
+    """A gateway's connections without a router: two prefill workers and two decode workers."""
+
+    def __init__(self) -> None:
+        async def never() -> str:
+            return await asyncio.Future()
+
+        self.plane = Plane("g", "s", 2.0, never)
+        self.said: list[Any] = []  #: Frames that workers got.
+        for card in (known.card for known in (P, Q, D, E)):
+            connection: Any = SimpleNamespace(
+                suspected=False, closed=False, ended_by_silence=False, abort=lambda: None
+            )
+            connection.send = self.said.append
+            self.plane.cards[card.id] = card
+            self.plane._workers[card.id] = connection
+        self.plane._go_on_alone()
+
+    def ask(self, number: int) -> Inbox:
+        """Asks for workers for another attempt."""
+        inbox = self.plane.watch(("r", number))
+        self.plane.place(f.PlaceAttempt(("r", number), 10, 10, []))
+        return inbox
+
+    def submit(self, placed: f.AttemptPlaced) -> None:
+        """Sends the attempt to its workers, as its task does."""
+        key, sampling = placed.attempt_key, f.Sampling(1)
+        assert placed.prefill_worker
+        decode = f.StartDecode(key, placed.term, [1], sampling, placed.prefill_worker)
+        self.plane.submit(placed.decode_worker, decode)
+        prefill = f.StartPrefill(key, placed.term, [1], sampling, placed.decode_worker)
+        self.plane.submit(placed.prefill_worker, prefill)
+
+    def end(self, number: int) -> None:
+        self.plane.forget(f.AttemptOutcome(("r", number), 1), cancel=False)
+
+
+def placed_of(inboxes: list[Inbox]) -> list[f.AttemptPlaced]:
+    """What was placed, of those that have not been told yet."""
+    events = [inbox.get_nowait() for inbox in inboxes if not inbox.empty()]
+    assert all(isinstance(event, f.AttemptPlaced) for event in events)
+    return events  # type: ignore[return-value]
+
+
+def counts(placed: list[f.AttemptPlaced]) -> Counter[str | None]:
+    return Counter(
+        name for attempt in placed for name in (attempt.prefill_worker, attempt.decode_worker)
+    )
+
+
+EACH_FULL = dict.fromkeys((known.card.id for known in (P, Q, D, E)), ATTEMPTS_MAX)
+
+
+async def test_many_that_wait_together_fill_each_worker_up_to_its_limit() -> None:
+    alone = Alone()
+    alone.plane._wait_for_newer_router()
+    inboxes = [alone.ask(number) for number in range(100)]
+    assert not placed_of(inboxes)
+    alone.plane._go_on_alone()
+    # None of their tasks has run meanwhile.
+    placed = placed_of(inboxes)
+    assert counts(placed) == EACH_FULL
+    for attempt in placed:
+        alone.submit(attempt)
+    assert not placed_of(inboxes)
+
+    # Each end lets one more in, whether it was sent to its workers or not.
+    alone.end(placed[0].attempt_key[1])
+    (next_one,) = placed_of(inboxes)
+    alone.end(next_one.attempt_key[1])
+    assert len(placed_of(inboxes)) == 1
+    for number in range(100):
+        alone.end(number)
+    assert len(placed_of(inboxes)) == 0
+    assert not alone.plane._busy_workers, "nothing is counted that has ended"
+    alone.plane._task.cancel()
+
+
+async def test_attempts_that_come_in_a_burst_are_spread_too() -> None:
+    alone = Alone()
+    placed = placed_of([alone.ask(number) for number in range(100)])
+    assert counts(placed) == EACH_FULL
+    alone.plane._task.cancel()
+
+
+async def test_a_worker_that_is_lost_before_an_attempt_is_sent_fails_it_as_gone() -> None:
+    alone = Alone()
+    inbox = alone.ask(0)
+    (placed,) = placed_of([inbox])
+    alone.plane._worker_lost(placed.decode_worker)
+    assert inbox.empty(), "it was not there when the worker ended"
+    alone.submit(placed)
+    assert inbox.get_nowait() == f.AttemptFailed(("r", 0), placed.decode_worker, "worker_gone")
+    alone.plane._task.cancel()
+
+
+async def test_a_prefill_worker_is_free_once_the_answers_have_begun() -> None:
+    alone = Alone()
+    for card in (Q.card, E.card):
+        del alone.plane.cards[card.id]
+    for name in ("decode/f", "decode/g"):
+        alone.plane.cards[name] = worker(name).card
+        alone.plane._workers[name] = alone.plane._workers["decode/d"]
+    inboxes = [alone.ask(number) for number in range(2 * ATTEMPTS_MAX)]
+    placed = placed_of(inboxes)
+    assert len(placed) == ATTEMPTS_MAX, "the prefill worker has no room for more"
+    for attempt in placed:
+        alone.submit(attempt)
+    for number, attempt in enumerate(placed):
+        alone.plane.prompt_prefilled(attempt)
+        (next_one,) = placed_of(inboxes)
+        assert next_one.attempt_key == ("r", ATTEMPTS_MAX + number)
+        assert next_one.prefill_worker == "prefill/p"
+    busy = Counter(name for names in alone.plane._busy_workers.values() for name in names)
+    assert sum(busy[name] for name in ("decode/d", "decode/f", "decode/g")) == 2 * ATTEMPTS_MAX
+
+    # Its loss is still told to those that had begun: the task decides what that means.
+    begun = alone.plane._inboxes[placed[0].attempt_key]
+    alone.plane._worker_lost("prefill/p")
+    assert begun.get_nowait() == f.AttemptFailed(placed[0].attempt_key, "prefill/p", "worker_lost")
+    alone.plane._task.cancel()
+
+
 async def test_what_waits_goes_on_without_a_router_and_asks_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -101,10 +225,10 @@ async def test_what_waits_goes_on_without_a_router_and_asks_the_next_one(
         assert (placed.prefill_worker, placed.decode_worker) == ("prefill/p", "decode/d")
 
         # A worker that has enough of them gets the next one when one has ended.
-        others = [("x", number) for number in range(ATTEMPTS_MAX)]
+        others = [("x", number) for number in range(ATTEMPTS_MAX - 1)]  # and the one that is placed
         for key in others:
             plane.watch(key)
-            plane._attempt_workers[key].add("decode/d")
+            plane.submit("decode/d", f.StartDecode(key, 5, [1], f.Sampling(1), None))
         later = plane.watch(("r", 1))
         plane.place(f.PlaceAttempt(("r", 1), 10, 10, []))
         assert later.empty()

@@ -5,22 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import socket
+import ssl
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import uvloop
 from diptych.cluster.cli.serve import welcome
 from diptych.cluster.config import ClusterConfig, ConfigError, GatewaySettings, load_config
+from diptych.cluster.gateway.attempt.held_bytes import CutReason
 from diptych.cluster.gateway.edge import listen
 from diptych.cluster.gateway.edge.guard import ARRIVED_SCOPE_KEY
+from diptych.cluster.gateway.edge.sse import STALL_S
 from diptych.cluster.launch.local_cluster import LocalCluster
 from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tests.support.certificate import certify
+from tests.support.fleet import until
 from tests.support.live import free_port
 
 
@@ -35,16 +43,30 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     await JSONResponse(told)(scope, receive, send)
 
 
-def run(test: Callable[[int], Awaitable[None]]) -> None:
+def run(
+    test: Callable[[int], Awaitable[None]],
+    app: ASGIApp = app,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    **settings: Any,
+) -> None:
     async def bounded() -> None:
-        settings = GatewaySettings(http_port=free_port())
-        listener = listen.HttpListener(app, settings)
+        gateway_settings = GatewaySettings(http_port=free_port(), **settings)
+        listener = listen.HttpListener(app, gateway_settings)
         async with asyncio.timeout(30):
             await listener.start()
-            await test(settings.http_port)
+            await test(gateway_settings.http_port)
             await listener.stop(1.0)
 
-    asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(bounded())
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_open() -> Iterator[None]:
+    """Connections of an event loop that has ended would count as open for ever."""
+    yield
+    listen.HeaderLimitProtocol.open_connections.clear()
+    listen.HeaderLimitProtocol.resting.clear()
 
 
 async def until_closed(port: int, parts: list[bytes]) -> bytes:
@@ -127,6 +149,254 @@ def test_the_time_of_headers_bounds_neither_a_body_nor_an_idle_connection(
         writer.transport.abort()
 
     run(test)
+
+
+LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
+
+
+class Refusing:
+    """Refuses all requests, as the guard does without a key, and keeps the headers."""
+
+    def __init__(self) -> None:
+        self.headers: list[list[tuple[bytes, bytes]]] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.headers.append(scope["headers"])
+        await JSONResponse({"error": "no key"}, 401)(scope, receive, send)
+
+
+CHUNKED = b"POST / HTTP/1.1\r\nhost: g\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("refusing", [True, False], ids=["refused", "its body is awaited"])
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [
+        (b"0\r\n", b"x: y\r\n"),
+        (b"0\r\nx: ", b"y"),
+        (b"0\r\n", b"x"),
+        (b"4;", b"x"),
+        (b"4\r\n1234\r\n0\r\n", b"x: y\r\n"),
+    ],
+    ids=["trailers", "a trailer's value", "a trailer's name", "a chunk's head", "behind a chunk"],
+)
+def test_what_stands_behind_the_headers_without_end_is_cut_off_by_its_size(
+    begin: bytes, part: bytes, refusing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "HEADERS_TIMEOUT_S", 3600.0)
+    refusing_app = Refusing()
+
+    async def test(port: int) -> None:
+        endless = [CHUNKED, begin] + [part * (65536 // len(part))] * 100
+        said = await until_closed(port, endless)
+        assert b"200 OK" not in said
+        for headers in refusing_app.headers:
+            assert len(headers) == 3, "host, transfer-encoding, and the id that it got"
+
+    run(test, refusing_app if refusing else app)
+
+
+def test_trailers_are_no_headers_and_a_few_of_them_are_no_fault() -> None:
+    seen: list[list[bytes]] = []
+
+    async def naming(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, send)
+        seen.append([name for name, _ in scope["headers"]])
+
+    async def test(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for body in (b"2\r\n12\r\n0\r\n", b"0\r\n"):
+            size = b'"size":%d}' % (2 if b"12" in body else 0)
+            writer.write(
+                CHUNKED + body + b"authorization: Bearer k\r\nexpect: 100-continue\r\n\r\n"
+            )
+            said = await reader.readuntil(size)
+            assert said.startswith(b"HTTP/1.1 200 OK")
+        writer.write(b"GET / HTTP/1.1\r\nhost: g\r\nx-a: b\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b'"size":0}')
+        writer.transport.abort()
+
+    run(test, naming)
+    chunked = [b"host", b"transfer-encoding", b"x-request-id"]
+    assert seen == [chunked, chunked, [b"host", b"x-a", b"x-request-id"]]
+
+
+@pytest.mark.parametrize("body", [b"", b"4\r\n12", b"0\r\nx: y\r\n"])
+def test_who_is_answered_and_does_not_end_its_body_is_cut_off(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listen, "REST_OF_BODY_S", 0.3)
+
+    async def test(port: int) -> None:
+        begun = time.monotonic()
+        assert b"401" in await until_closed(port, [CHUNKED, body])
+        assert 0.25 < time.monotonic() - begun < 10
+
+    run(test, Refusing())
+
+
+def test_who_dribbles_the_body_of_an_answered_request_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listen, "REST_OF_BODY_S", 0.3)
+
+    async def test(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHUNKED)
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"1\r\nx\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+                if reader.exception():
+                    break
+        writer.transport.abort()
+
+    run(test, Refusing())
+
+
+def test_a_client_may_send_a_whole_body_before_it_reads_the_refusal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Then its connection rests as others do."""
+    monkeypatch.setattr(listen, "REST_OF_BODY_S", 0.8)
+    monkeypatch.setattr(listen, "KEEP_ALIVE_S", 1.5)
+
+    async def test(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        size = 4 << 20
+        for _ in range(2):
+            writer.write(b"POST / HTTP/1.1\r\nhost: g\r\ncontent-length: %d\r\n\r\n" % size)
+            await asyncio.sleep(0.1)
+            writer.write(b"x" * size)
+            await writer.drain()
+            assert b"401" in await reader.readuntil(b"no key")
+            await asyncio.sleep(0.9)
+        begun = time.monotonic()
+        await reader.read()
+        assert time.monotonic() - begun < 10
+        writer.transport.abort()
+
+    run(test, Refusing())
+
+
+@pytest.mark.parametrize("queued", [0, 1, 2])
+def test_half_a_request_does_not_end_the_answer_to_the_one_before(
+    queued: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its time begins once nothing runs on the connection."""
+    monkeypatch.setattr(listen, "HEADERS_TIMEOUT_S", 0.3)
+    request = b"GET / HTTP/1.1\r\nhost: g\r\n\r\n"
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.5)
+        await app(scope, receive, send)
+
+    async def test(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request)
+        await asyncio.sleep(0.1)
+        writer.write(request * queued + b"GET / HTTP/1.1\r\nhos")
+        for _ in range(1 + queued):
+            assert b"200 OK" in await reader.readuntil(b'"size":0}')
+        writer.write(b"t: g\r\n\r\n")
+        assert b"200 OK" in await reader.readuntil(b'"size":0}')
+        writer.write(request + b"GET / HT")
+        assert b"200 OK" in await reader.readuntil(b'"size":0}')
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b"", "half a request with nothing before it"
+        writer.transport.abort()
+
+    run(test, slow)
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "TLS"])
+def test_what_a_client_does_not_read_is_counted_and_it_is_seen_to_stall(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], tls: bool, tmp_path: Path
+) -> None:
+    cert, key = certify(tmp_path)
+    files = {"tls_cert": str(cert), "tls_key": str(key)} if tls else {}
+    size = 16 << 20
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"x" * size)(scope, receive, send)
+
+    def ask(port: int) -> socket.socket:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+        client.settimeout(20)
+        client.connect(("127.0.0.1", port))
+        if tls:
+            context = ssl.create_default_context(cafile=cert)
+            client = context.wrap_socket(client, server_hostname="127.0.0.1")
+        client.sendall(b"GET / HTTP/1.1\r\nhost: g\r\n\r\n")
+        return client
+
+    def read(client: socket.socket, count: int) -> None:
+        while count > 0:
+            part = client.recv(min(count, 1 << 16))
+            assert part
+            count -= len(part)
+
+    async def settle() -> None:
+        """Waits until the kernel has taken what it takes."""
+        before: list[int] = [-1]
+        while before != (now := [one.unsent_bytes for one in connections]):
+            before = now
+            await asyncio.sleep(0.3)
+
+    connections = listen.HeaderLimitProtocol.open_connections
+
+    async def test(port: int) -> None:
+        client = await asyncio.to_thread(ask, port)
+        held_now = lambda: sum(connection.unsent_bytes for connection in connections)  # noqa: E731
+        await until(held_now, 10.0, lambda: "nothing is held")
+        await settle()
+        (connection,) = connections
+        held = connection.unsent_bytes
+        assert 0.8 * size < held < 1.01 * size, "what the kernel does not take"
+        assert not connection.is_stalled(1.0)
+        assert not connection.is_stalled(STALL_S)
+        assert connection.is_stalled(1.0 + STALL_S)
+
+        await asyncio.to_thread(read, client, size // 2)
+        await settle()
+        assert 0.3 * size < connection.unsent_bytes < 0.51 * size
+        assert not connection.is_stalled(2.0 + STALL_S), "it has read some"
+        assert connection.is_stalled(2.0 + 2 * STALL_S)
+        await asyncio.to_thread(read, client, size // 2)
+        await settle()
+        assert connection.unsent_bytes == 0 and not connection.is_stalled(2.0 + 3 * STALL_S)
+
+        client.close()
+        await until(lambda: not connections, 10.0, lambda: "it is closed")
+
+    run(test, large, loop_factory, **files)
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])
+def test_a_client_of_tls_that_stalls_is_cut_off(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], tmp_path: Path
+) -> None:
+    cert, key = certify(tmp_path)
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"x" * (16 << 20))(scope, receive, send)
+
+    async def test(port: int) -> None:
+        context = ssl.create_default_context(cafile=cert)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.write(b"GET / HTTP/1.1\r\nhost: g\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        (connection,) = listen.HeaderLimitProtocol.open_connections
+        connection.cut_off(CutReason.READER_STALLED)
+        with pytest.raises((ConnectionError, ssl.SSLError, asyncio.IncompleteReadError)):
+            await reader.readexactly(16 << 20)
+        assert not listen.HeaderLimitProtocol.open_connections
+        writer.transport.abort()
+
+    run(test, large, loop_factory, tls_cert=str(cert), tls_key=str(key))
 
 
 def test_of_too_many_connections_without_a_request_the_oldest_goes(

@@ -54,6 +54,9 @@ class ScriptedPlane:
     def send(self, frame: Any) -> None:
         self.said.append(frame)
 
+    def prompt_prefilled(self, placed: f.AttemptPlaced) -> None:
+        self.send(f.PromptPrefilled(placed.attempt_key))
+
     def forget(self, outcome: f.AttemptOutcome, cancel: bool) -> None:
         self.said += [("cancelled" if cancel else "over", outcome.attempt_key), outcome]
 

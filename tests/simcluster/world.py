@@ -233,7 +233,13 @@ class World:
                 found.append(f"{name}: a thread has ended")
         for name, gateway in self.gateways.items():
             plane = gateway.plane
-            held_by = [plane._inboxes, plane._attempt_workers, plane._unplaced, plane._unconfirmed]
+            held_by = [
+                plane._inboxes,
+                plane._attempt_workers,
+                plane._busy_workers,
+                plane._unplaced,
+                plane._unconfirmed,
+            ]
             if any(held_by):
                 found.append(f"{name}: attempts {held_by}")
         for name, service in self.routers.items():

@@ -112,6 +112,8 @@ class Workers:
 
     def send(self, frame: Any) -> None: ...
 
+    def prompt_prefilled(self, placed: f.AttemptPlaced) -> None: ...
+
     def end_requests(self, error: ApiError, wire_id: str = "") -> None:
         for key, inbox in list(self._inboxes.items()):
             if wire_id in ("", key[0]):

@@ -1,8 +1,10 @@
 """Which workers get an attempt while there is no router (pure).
 
-The choice is a plain one: the workers with the fewest attempts of this gateway. Nobody knows what
-other gateways give them, so a gateway gives each worker a few attempts only, and the others wait
-for the router. A worker that has no blocks for an attempt refuses it, as always.
+The choice is a plain one: the workers with the fewest attempts of this gateway. A gateway does not
+know what other gateways give to a worker. So it gives each worker a few attempts only, and its
+other attempts wait until one of these ends, or a router comes. As always, a decode worker without
+blocks for an attempt refuses it (`no_capacity`) if the KV comes from a prefill worker, and queues
+it if it computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ ATTEMPTS_MAX = 8  #: of one gateway on one worker, without a router
 
 @dataclass(frozen=True, slots=True)
 class KnownWorker:
-    """A worker that a gateway is connected to, and that speaks."""
+    """A worker that a gateway is connected to, and that is not silent."""
 
     card: frames.WorkerCard
-    attempts: int  #: of this gateway, that are under way there
+    #: Of this gateway, those that were placed there, until they end. On a prefill worker an
+    #: attempt ends when all its answers have begun.
+    attempts: int
 
 
 def place_without_router(

@@ -412,7 +412,7 @@ class Generator:
             # A first token that is held holds up nobody else's prompt: the router hears at once.
             if failure is None and request.all_answers_begun and not prefill_reported:
                 prefill_reported = True
-                self.plane.link.send(frames.PromptPrefilled(attempt.key))
+                self.plane.prompt_prefilled(placed)
             now = time.monotonic()
             released = gate.pass_on(updates, now, attempt_failed=failure is not None)
             await push_and_drain(sink, released)

@@ -185,6 +185,10 @@ class Plane:
         self._inboxes: dict[frames.AttemptKey, Inbox] = {}  #: Of the attempts under way.
         #: Workers that an attempt was sent to.
         self._attempt_workers: dict[frames.AttemptKey, set[str]] = {}
+        #: Workers with which an attempt counts without a router: from its placement here, or from
+        #: when it was sent there, until its part there has ended. These are kept apart, because an
+        #: attempt that was not sent to a worker does not fail with it.
+        self._busy_workers: dict[frames.AttemptKey, set[str]] = {}
         #: Attempts whose worker was asked for a sign of life and has given none yet, by call id.
         self._unconfirmed: dict[int, tuple[frames.AttemptKey, str]] = {}
         #: Requests for a place without an answer: said again to a new router.
@@ -278,6 +282,7 @@ class Plane:
         """
         key = frame.attempt_key
         self._attempt_workers[key].add(worker)
+        self._busy_workers.setdefault(key, set()).add(worker)
         if self.connected(worker):
             connection = self._workers[worker]
             if connection.suspected and self._another_can_go_on(worker):
@@ -292,6 +297,15 @@ class Plane:
             self._unsent.setdefault(worker, []).append(frame)
         else:
             self._deliver(key, frames.AttemptFailed(key, worker, "worker_gone"))
+
+    def prompt_prefilled(self, placed: frames.AttemptPlaced) -> None:
+        """Tells the router that all answers have begun: the prefill worker's part has ended."""
+        self.link.send(frames.PromptPrefilled(placed.attempt_key))
+        busy_workers = self._busy_workers.get(placed.attempt_key)
+        if busy_workers and placed.prefill_worker in busy_workers:
+            busy_workers.remove(placed.prefill_worker)
+            if self._without_router:
+                self._place_waiting()
 
     def forget(self, outcome: frames.AttemptOutcome, cancel: bool) -> None:
         """Ends an attempt and tells the router; with `cancel` the workers are told too."""
@@ -308,6 +322,7 @@ class Plane:
         for worker in self._attempt_workers.pop(key, set()):
             if cancel and worker in self._workers:
                 self._workers[worker].send(frames.CancelAttempt(key))
+        self._busy_workers.pop(key, None)
         if self._without_router:
             self._place_waiting()
 
@@ -376,11 +391,16 @@ class Plane:
             return
         self.fallbacks += 1
         del self._unplaced[place.attempt_key]
+        # Its task sends the attempt to these later, and the next attempt may be placed before.
+        chosen_workers = {placed.decode_worker}
+        if placed.prefill_worker:
+            chosen_workers.add(placed.prefill_worker)
+        self._busy_workers[place.attempt_key] = chosen_workers
         self._deliver(place.attempt_key, placed)
 
     def _known_workers(self) -> list[KnownWorker]:
-        """Returns the workers that are connected and speak, with what this gateway gave them."""
-        attempts = Counter(chain.from_iterable(self._attempt_workers.values()))
+        """Returns the workers that are connected and not silent, with this gateway's attempts."""
+        attempts = Counter(chain.from_iterable(self._busy_workers.values()))
         return [
             KnownWorker(card, attempts[name])
             for name, card in self.cards.items()

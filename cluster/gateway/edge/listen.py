@@ -1,14 +1,16 @@
 """HTTP on the gateway's own socket (`gateway.listen: gateway`), without Serve's proxy in between.
 
-As the proxy does, this server gives a request without an id one, and says the id in the response.
-Beyond that it cuts off clients that send their headers too slowly, or without end, and those that
-hold connections on which nothing happens while too many others do the same.
+As the proxy does, this server gives an id to a request without one, and says it in the response.
+Beyond that it cuts off clients that send their headers too slowly, or without end, those that do
+not end a body whose response is complete, and those that hold connections on which nothing happens
+while too many others do the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import socket
@@ -29,14 +31,18 @@ from .sse import ABORT, RAW_SEND, STALL_S
 log = logging.getLogger(__name__)
 
 HEADERS_TIMEOUT_S = 10.0  #: A client has this long to send the headers of a request.
-#: A connection may send so many bytes before a request's headers are complete: what the guard
-#: takes, and room for what stands around names and values.
+#: A client whose response is complete has this long to send the rest of its request's body. Many
+#: clients send a whole body before they read why it was refused.
+REST_OF_BODY_S = 30.0
+#: A client may send so many bytes that neither end the headers of a request nor belong to a body:
+#: what the guard takes, and room for what stands around names and values. The read that brings a
+#: request's beginning, or bytes of a body, is not counted.
 HEADERS_BYTES_MAX = HEADERS_MAX + (8 << 10)
-#: An idle connection stays open for so long: more than the 60 s after which usual load balancers
-#: close theirs, so that none sends a request into a connection that is being closed.
+#: A connection stays open for so long after a request: more than the 60 s after which usual load
+#: balancers close theirs, so that none sends a request into a connection that is being closed.
 KEEP_ALIVE_S = 75
 #: Connections of this process on which no request runs. One more, and the one that has waited
-#: longest is closed, which leaves files to others.
+#: longest is closed, so that the process can still open files.
 RESTING_CONNECTIONS_MAX = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 BACKLOG = 2048  #: Connections that the kernel holds until the server accepts them.
 #: The kernel takes so much of a connection that is not sent yet; the rest stays with the process,
@@ -48,7 +54,10 @@ REQUEST_ID_HEADER = b"x-request-id"
 class HeaderLimitProtocol(HttpToolsProtocol):
     """uvicorn's protocol of one connection, which is closed if headers come too slowly or too long.
 
-    That is so from the connection's start, and from the beginning of each further request.
+    While no request runs, its client has a limited time: for the headers of the next request, from
+    the connection's start and from that request's beginning; and for the rest of the body of a
+    request whose response is complete. What stands around the pieces of a chunked body has the same
+    limit of bytes as headers. Its trailers are dropped: headers behind a body, which nobody needs.
     """
 
     #: The connections of this process on which no request runs, those that wait longest first.
@@ -58,25 +67,43 @@ class HeaderLimitProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: Closes the connection when it runs out. None while no headers are awaited.
-        self._headers_timer: asyncio.TimerHandle | None = None
-        self._headers_bytes = 0  #: Bytes since the headers are awaited.
+        #: Closes the connection when it runs out. None while the client has no limited time.
+        self._timer: asyncio.TimerHandle | None = None
+        self._awaits_headers = False  #: The headers of a request are awaited, or their rest.
+        self._awaits_body = False  #: The body of the last request is not complete.
+        self._has_advanced = False  #: A request has got further by the data that is read now.
+        self._idle_bytes = 0  #: Bytes since a request has last got further.
+        self._tcp_below_tls: Any = None  #: The transport below TLS; None if there is no TLS.
         self._unsent_bytes_before = 0  #: When `is_stalled` last looked.
         self._taken_s = 0.0  #: When the client was last seen to take something.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.open_connections[self] = None
-        self._await_headers()
+        self._tcp_below_tls = find_tcp_below_tls(transport)
+        self._awaits_headers = True
+        self._start_timer(HEADERS_TIMEOUT_S)
         self._rest()
 
     def on_message_begin(self) -> None:
         # uvicorn's parser calls this at the first byte of a request.
         super().on_message_begin()
-        self._await_headers()
+        self._has_advanced = True
+        self._awaits_headers = True
+        # Half a request may stand behind one that runs, while uvicorn reads nothing: the time of
+        # its headers begins when nothing runs.
+        if not self._request_runs:
+            self._start_timer(HEADERS_TIMEOUT_S)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._awaits_headers:  # else this is a trailer
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self._has_advanced = True
+        self._awaits_headers = False
+        self._awaits_body = True
         self.resting.pop(self, None)
         # Noted here, because the request's task begins only when others have had their turn.
         self.scope[ARRIVED_SCOPE_KEY] = time.monotonic()  # type: ignore[literal-required]
@@ -87,38 +114,50 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         if has_body and self.cycle is not None and self.cycle is not cycle_before:
             self.cycle.transport = HeadHolder(self.cycle)  # type: ignore[assignment]
 
+    def on_body(self, body: bytes) -> None:
+        self._has_advanced = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._has_advanced = True
+        self._awaits_body = False
+        super().on_message_complete()
+        if not self._request_runs:
+            # The rest of the body has ended the time that uvicorn gives to a resting connection.
+            self._start_timer(KEEP_ALIVE_S)
+
     def data_received(self, data: bytes) -> None:
-        timer_before = self._headers_timer
+        self._has_advanced = False
         super().data_received(data)
-        # The timer is another one if a request has begun in this data: what came before is no part
-        # of its headers.
-        same_headers = timer_before is not None and timer_before is self._headers_timer
-        if same_headers:
-            self._headers_bytes += len(data)
-            if self._headers_bytes > HEADERS_BYTES_MAX:
-                self._cut_off()
+        self._idle_bytes = 0 if self._has_advanced else self._idle_bytes + len(data)
+        if self._idle_bytes > HEADERS_BYTES_MAX:
+            self._cut_off()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        next_request_runs = self.cycle is not None and not self.cycle.response_complete
-        if not next_request_runs and not self.transport.is_closing():
-            self._rest()
+        if self._request_runs or self.transport.is_closing():
+            return
+        self._rest()
+        if self._awaits_headers:
+            self._start_timer(HEADERS_TIMEOUT_S)
+        elif self._awaits_body:
+            self._start_timer(REST_OF_BODY_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self.resting.pop(self, None)
         self.open_connections.pop(self, None)
+        self._tcp_below_tls = None  # it refers to this object: a circle
         super().connection_lost(exc)
 
     @property
     def unsent_bytes(self) -> int:
         """What the process holds because the client does not take it."""
-        transport = self.transport
-        unsent_bytes = transport.get_write_buffer_size()
-        # asyncio's TLS counts what it has not encrypted; the rest is with the transport below.
-        tls = getattr(transport, "_ssl_protocol", None)
-        below = getattr(tls, "_transport", None)
-        return unsent_bytes + (below.get_write_buffer_size() if below is not None else 0)
+        unsent_bytes = self.transport.get_write_buffer_size()
+        # TLS counts what it has not encrypted; the rest is with the transport below.
+        if self._tcp_below_tls is not None:
+            unsent_bytes += self._tcp_below_tls.get_write_buffer_size()
+        return unsent_bytes
 
     def is_stalled(self, now: float) -> bool:
         """Return whether the client has taken nothing for `STALL_S`, though its answer is complete.
@@ -126,12 +165,11 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         A stream that still runs looks after that itself.
         """
         unsent_bytes = self.unsent_bytes
-        runs = self.cycle is not None and not self.cycle.response_complete
         if (
             not unsent_bytes
             or unsent_bytes < self._unsent_bytes_before
             or not self._taken_s
-            or (runs and not self.transport.is_closing())
+            or (self._request_runs and not self.transport.is_closing())
         ):
             self._taken_s = now
         self._unsent_bytes_before = unsent_bytes
@@ -143,6 +181,11 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         log.warning("a client was cut off with %d bytes unsent: %s", unsent_bytes, reason)
         self._cut_off()
 
+    @property
+    def _request_runs(self) -> bool:
+        """Whether a request runs. Responses are in order, so the last request ends last."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _rest(self) -> None:
         """Take note that no request runs on this connection, and close one if too many are so."""
         self.resting[self] = None
@@ -151,16 +194,15 @@ class HeaderLimitProtocol(HttpToolsProtocol):
             del self.resting[longest]
             longest._cut_off()
 
-    def _await_headers(self) -> None:
-        """Give the client the whole time, and all bytes, for the headers of a request."""
+    def _start_timer(self, seconds: float) -> None:
+        """Close the connection after so many seconds, and not when the timer before says."""
         self._stop_timer()
-        self._headers_timer = self.loop.call_later(HEADERS_TIMEOUT_S, self._cut_off)
-        self._headers_bytes = 0
+        self._timer = self.loop.call_later(seconds, self._cut_off)
 
     def _stop_timer(self) -> None:
-        if self._headers_timer:
-            self._headers_timer.cancel()
-            self._headers_timer = None
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
 
     def _cut_off(self) -> None:
         """Close the connection at once, without a response and with what is unsent.
@@ -169,6 +211,24 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         """
         self._stop_timer()
         self.transport.abort()
+
+
+def find_tcp_below_tls(transport: asyncio.Transport) -> Any:
+    """Return the transport that sends what this one has encrypted; None if it is no TLS."""
+    tls = getattr(transport, "_ssl_protocol", None)  # asyncio's
+    if tls is not None:
+        return tls._transport
+    tls = transport.get_extra_info("uvloop.sslproto")
+    if tls is None:
+        return None
+    # uvloop's keeps its transport in C, where the garbage collector sees it. The other transport
+    # that it refers to is the one that it serves.
+    transports = [
+        referent
+        for referent in gc.get_referents(tls)
+        if hasattr(referent, "get_write_buffer_size") and referent is not transport
+    ]
+    return transports[0] if transports else None
 
 
 class HeadHolder:
@@ -208,7 +268,7 @@ class _SignalFreeServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone, because Serve ends this process, not a signal."""
+        """Leave signals alone: the gateway handles SIGTERM (`termination.drain_on_sigterm`)."""
         yield
 
 
@@ -221,7 +281,8 @@ class HttpListener:
         config = uvicorn.Config(
             with_request_id(app, tag),
             http=HeaderLimitProtocol,
-            ws="none",  # an upgrade is a request like others, which the guard refuses
+            # An upgrade is a request like others, and the guard refuses those to WebSockets.
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -267,7 +328,8 @@ class HttpListener:
 def with_request_id(app: ASGIApp, tag: str = "") -> ASGIApp:
     """Return `app`, whose requests all have an id, which its responses repeat.
 
-    An id that is given here begins with `tag`. The scope gets the server's own `send`, for streams, whose events need no wrapper.
+    An id that is given here begins with `tag`. The scope gets the server's own `send` for streams,
+    whose events need no wrapper.
     """
 
     async def app_with_request_id(scope: Scope, receive: Receive, send: Send) -> None:
@@ -277,7 +339,7 @@ def with_request_id(app: ASGIApp, tag: str = "") -> ASGIApp:
         headers = scope["headers"]
         request_id = next((value for name, value in headers if name == REQUEST_ID_HEADER), b"")
         if not request_id:
-            # The tag takes the place of random digits: an id shows that it has one to nobody.
+            # The tag replaces as many random digits, so that an id's length does not show the tag.
             request_id = (tag + uuid.uuid4().hex[len(tag) :]).encode()
             headers.append((REQUEST_ID_HEADER, request_id))
 

@@ -40,7 +40,8 @@ class CpuBackend:
     def check(self, options: EngineOptions, spec: ModelSpec) -> None:
         # every rank has a pool of this size
         kv_bytes = (options.kv_bytes or DEFAULT_KV_BYTES) * options.tensor_parallel
-        check_memory(spec, options.dtype, kv_bytes, available_memory())
+        ranks = options.tensor_parallel
+        check_memory(spec, options.dtype, kv_bytes, available_memory(), ranks=ranks)
 
     def open_device(self, rank: int) -> torch.device:
         return torch.device("cpu")

@@ -17,21 +17,28 @@ PACKING_COPIES = 3  #: copies of a matrix that exist at a time while it is packe
 NO_LIMIT = "max"  #: what a cgroup without a limit says
 
 
-def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Returns the bytes that loading takes at most: all weights, and copies of the largest matrix.
+def weight_bytes(spec: ModelSpec, dtype: str, *, ranks: int = 1) -> int:
+    """Returns an estimate of the bytes that loading takes on the host, on all ranks together.
 
-    `dtype` is what the weights become. Real peaks were 0.87 to 1.05 of this estimate. A tied
-    embedding is there twice: rows are looked up in the one, and the other is packed for the head.
+    It counts all weights, and copies of the largest matrix. `dtype` is what the weights become.
+    Real peaks were 0.87 to 1.05 of the estimate. A tied embedding is there twice: rows are looked
+    up in the one, and the other is packed for the head. Ranks share all matrices but the embedding
+    in which rows are looked up: each rank has that whole.
     """
     embedding = spec.vocab * spec.hidden
-    weights = spec.parameters + (embedding if spec.tied else 0)
+    weights = spec.parameters + (embedding if spec.tied else 0) + (ranks - 1) * embedding
     largest_matrix = max(embedding, 2 * spec.hidden * spec.intermediate)
     return (weights + PACKING_COPIES * largest_matrix) * ITEM_BYTES[dtype]
 
 
-def check_memory(spec: ModelSpec, dtype: str, kv_bytes: int, available: int | None) -> None:
-    """Raises OutOfMemory if weights + KV pool exceed `available` bytes (None: nobody knows)."""
-    weights = weight_bytes(spec, dtype)
+def check_memory(
+    spec: ModelSpec, dtype: str, kv_bytes: int, available: int | None, *, ranks: int = 1
+) -> None:
+    """Raises OutOfMemory if weights + KV pools exceed `available` bytes (None: nobody knows).
+
+    `kv_bytes` are those of all ranks.
+    """
+    weights = weight_bytes(spec, dtype, ranks=ranks)
     if available is None or weights + kv_bytes <= available:
         return
     advice = "lower engine.kv_mib or take a smaller model"
@@ -75,10 +82,13 @@ def check_gpu_memory(spec: ModelSpec, options: EngineOptions, memory: GpuMemory)
     kv_bytes = options.kv_bytes or 0
     if weights + kv_bytes <= memory.free:
         return
-    advice = "lower engine.kv_mib, or leave it out, so that it becomes what is free"
+    advice = (
+        "lower engine.kv_mib, or leave it out: then the pool is what engine.gpu_memory_share leaves"
+    )
     if weights > memory.free:
+        smaller_weights = "" if options.weights == "fp8" else "set engine.weights fp8, "
         advice = (
-            "the weights alone are too large: end what else uses this GPU, set engine.weights fp8, "
+            f"the weights alone are too large: end what else uses this GPU, {smaller_weights}"
             "raise tensor_parallel or take a smaller model"
         )
     raise OutOfMemory(
@@ -107,11 +117,17 @@ def gpu_pool_bytes(
         advice = "raise engine.gpu_memory_share, lower max_step_tokens or max_running"
     if 0 < pool_bytes <= for_pool:
         return pool_bytes
+    others = (
+        f"beside {held_bytes >> 20} MiB of weights and {step_bytes >> 20} MiB of the largest steps"
+    )
+    if options.kv_bytes is not None:
+        lack = f"a KV pool of {pool_bytes >> 20} MiB does not fit {others}"
+    else:
+        share = f"within engine.gpu_memory_share {options.gpu_memory_share:g}"
+        lack = f"no room is left for a KV pool {others}, {share}"
     raise OutOfMemory(
-        f"GPU {memory.gpu}: a KV pool of {pool_bytes >> 20} MiB does not fit beside "
-        f"{held_bytes >> 20} MiB of weights and {step_bytes >> 20} MiB of the largest steps: "
-        f"{memory.free >> 20} MiB are free of {memory.total >> 20} MiB; {advice}, or end what else "
-        "uses this GPU"
+        f"GPU {memory.gpu}: {lack}: {memory.free >> 20} MiB are free of {memory.total >> 20} MiB; "
+        f"{advice}, or end what else uses this GPU"
     )
 
 

@@ -36,8 +36,8 @@ class StepCounters:
 
     def __init__(self) -> None:
         self.steps = 0
-        #: Tokens that were prefilled: those of prompts that no cache had, and after a preemption
-        #: those of the answer, too.
+        #: Tokens that were prefilled: those of prompts that no cache had and no peer sent. After a
+        #: preemption, what has to be computed again counts again; of the answer, too, but for vLLM.
         self.prefill_tokens = 0
         self.prefill_s = 0.0  #: Seconds of steps with prefill, their decoding rows included.
         self.decode_steps = 0  #: Steps without prefill.
@@ -46,10 +46,10 @@ class StepCounters:
             "prefill": Histogram(STEP_SECONDS_BOUNDS),
             "decode": Histogram(STEP_SECONDS_BOUNDS),
         }
-        #: Of each step: ids that were prefilled, and rows from which an id was drawn or a guessed one
-        #: was verified. With vLLM, the ids that it scheduled.
+        #: Of each step: the ids that were prefilled, plus the rows from which an id was drawn or by
+        #: which a guessed id was verified. With vLLM: the ids that vLLM scheduled.
         self.step_tokens = Histogram(STEP_TOKENS_BOUNDS)
-        #: How often each answer that ended here had been preempted.
+        #: How often each answer that came to its end here had been preempted here.
         self.request_preemptions = Histogram(PREEMPTION_BOUNDS)
 
     def count_step(self, seconds: float, *, prefill_tokens: int, step_tokens: int) -> None:

@@ -1,8 +1,12 @@
-"""Failures of the environment; expected failures of a transfer are `commands.TransferFailed`."""
+"""Exceptions for a failing environment; expected failures of a transfer are `TransferFailed`.
+
+That is an event, in `commands`. `pinning.PinningRefused` is no `TransferError`: it ends the start
+of a worker, and the operator has to mend what it names.
+"""
 
 
 class TransferError(Exception):
-    """Base of every exception that `kv_transfer` raises for a failing environment."""
+    """Base of the exceptions for a failing environment: of peers, transports and the disk tier."""
 
 
 class PeerLost(TransferError):

@@ -1,10 +1,12 @@
-"""What the two ends of a ticket say to each other, as notes of the transport.
+"""The messages between the two ends of a ticket, each a note of the transport.
 
 A *ticket* is one transfer: mostly the KV of one attempt at a request, from a prefill worker to a
 decode worker; else a cached prefix, between any two workers. The receiver offers tiles. The sender
-writes into them and sends a message with each chunk of data. Either end can end the ticket. A ticket id is `request#attempt`, between workers of several
-ranks with the two ranks behind it (`request#attempt/1>0`: from the sender's rank 1 to the
-receiver's rank 0). A message of a ticket that has ended changes nothing.
+writes into them and sends a message with each chunk of data. Either end can end the ticket.
+A message of a ticket that has ended changes nothing.
+
+A ticket id names the attempt: `request#attempt`. Between workers of several ranks, the two ranks
+stand behind it: `request#attempt/1>0` is from the sender's rank 1 to the receiver's rank 0.
 
 A *tile* is a part of a block that both ends cut alike: as many tokens as the smaller of their two
 block sizes. It may be sent in pieces, which are runs of layers; the ticket's tiles are numbered
@@ -34,8 +36,9 @@ class OfferMessage(TicketMessage, frozen=True, tag="O"):
     generation: int  #: Distinguishes this reservation from others under the same ticket id.
     first_tile: int  #: The receiver has the KV of those before it.
     tiles: list[int]  #: Tiles of the receiver's pool.
-    #: The content hashes of the prefix's blocks, one a block, if the receiver asks for a prefix that
-    #: the sender may hold (one stand-in, if it asks for any bytes to measure the way); else empty.
+    #: The content hashes of a prefix's blocks, one a block, if the receiver asks for a prefix that
+    #: the sender may hold. A receiver that only measures the way puts one stand-in there, and takes
+    #: any bytes. Empty in all other offers.
     hashes: list[bytes] = []
 
 
@@ -56,10 +59,10 @@ class FinishMessage(TicketMessage, frozen=True, tag="F"):
     generation: int  #: That of the offer.
     chunks: int
     tiles: int  #: Leading tiles that hold KV: all of the ticket, or fewer if it asked for a prefix.
-    meta: bytes  #: What decode needs to go on, besides the KV.
+    meta: bytes  #: What the receiver needs besides the KV, in the two workers' own format.
     busy_s: float = 0.0  #: Seconds in which at least one write was under way.
-    #: Seconds from when the prompt was computed until the last write had ended: what the transfer
-    #: adds to the prefill.
+    #: Seconds from when the sender's worker had pushed everything until the last write had ended:
+    #: what the transfer adds to the prefill. 0 if nothing was written.
     exposed_s: float = 0.0
 
 
@@ -87,15 +90,19 @@ class QueryMessage(TicketMessage, frozen=True, tag="Q"):
 
 
 class ProgressMessage(TicketMessage, frozen=True, tag="P"):
-    """Sender to receiver: the answer to `QueryMessage` of a ticket that is known and has not ended."""
+    """Sender to receiver: the answer to `QueryMessage` while the ticket's offer is there.
+
+    The sender repeats the last message of a ticket that has ended.
+    """
 
 
 class UnknownTicketMessage(TicketMessage, frozen=True, tag="U"):
-    """Sender to receiver: the answer to `QueryMessage` if no offer of the ticket is known here.
+    """Sender to receiver: the answer to `QueryMessage` if the sender has no offer of the ticket.
 
-    If the ticket had begun, the sender has forgotten what it began. If it had not, the offer was
-    lost; or it reached the sender after the query, and a chunk has overtaken this answer. So a
-    receiver that has had a chunk by now ignores an answer that says `begun` False.
+    A ticket that has ended by `StoppedMessage` is answered so, too. If the ticket had begun, the
+    sender has forgotten what it began. If it had not, the offer was lost; or the offer reached the
+    sender after the query, and a chunk has overtaken this answer. So a receiver that has had a
+    chunk by now ignores an answer that says `begun` False.
     """
 
     begun: bool = False  #: That of the query.

@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ...kv_transfer.diagnosis import HostEnvironment, NetworkPort
+from ...kv_transfer.ucx import CMA_TRANSPORTS, CUDA_TRANSPORTS, RDMA_TRANSPORTS, ucx_permits
 
 #: Pairs that one diagnosis measures, one after the other: all pairs of up to 8 workers.
 PAIRS_LIMIT = 64
@@ -45,22 +46,6 @@ LINK_SHARE = 0.9  #: Of a NIC's rate, what is left for payload beside the protoc
 #: by measurement: `kv_transfer/README.md`, runs of 256 KiB, rounded down.
 COPY_SHARES = {"nixl": 0.8, "shm": 0.8, "tcp": 0.4}
 DEFAULT_COPY_SHARE = 0.4  #: Of a transport that was not measured: as the slowest.
-
-
-class UcxFamily(NamedTuple):
-    """Transports of UCX with one purpose, as UCX_TLS names them.
-
-    Source: UCX's FAQ, "Which transports does UCX use?".
-    """
-
-    names: frozenset[str]
-    #: Names of groups that contain these transports, and others.
-    groups: frozenset[str]
-
-
-CMA_TRANSPORTS = UcxFamily(frozenset({"cma"}), frozenset({"all", "sm", "shm"}))
-CUDA_TRANSPORTS = UcxFamily(frozenset({"cuda"}), frozenset({"all"}))
-RDMA_TRANSPORTS = UcxFamily(frozenset({"rc", "dc", "ud"}), frozenset({"all", "ib"}))
 
 
 class HostObservation(msgspec.Struct, frozen=True):
@@ -409,21 +394,6 @@ def are_on_same_host(first: HostEnvironment, second: HostEnvironment) -> bool:
 def _are_gpus_of_one_host(source: HostEnvironment, sink: HostEnvironment) -> bool:
     in_gpus = source.pool_memory == sink.pool_memory == "VRAM"
     return in_gpus and are_on_same_host(source, sink)
-
-
-def ucx_permits(ucx_tls: str, family: UcxFamily) -> bool:
-    """Return whether UCX_TLS leaves UCX a transport of the family.
-
-    UCX_TLS is a list of names, or `^` and the names that are left out; empty permits everything.
-    `rc_mlx5` counts as `rc`, and `ud:aux` as `ud`. A group that is left out takes the family with
-    it; single names do so only if all of the family's are left out.
-    """
-    if not ucx_tls:
-        return True
-    listed = {word.partition(":")[0].partition("_")[0] for word in ucx_tls.lstrip("^").split(",")}
-    if ucx_tls.startswith("^"):
-        return not (listed & family.groups) and not family.names <= listed
-    return bool(listed & (family.names | family.groups))
 
 
 def _cma_obstacle(source: HostEnvironment, sink: HostEnvironment) -> Cause | None:

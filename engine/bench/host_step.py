@@ -3,8 +3,9 @@
     python -m diptych.engine.bench.host_step              # 256 rows, published sampling defaults
 
 The scheduler, the pipeline, packing and booking are the engine's own; the device is a stand-in that
-gives every row the same id at once. Prints JSON with milliseconds of CPU time per step: their median
-over runs of steps, which other processes on the machine disturb less than wall-clock time.
+gives every row the same id at once. Prints JSON with milliseconds of CPU time of a step: for each
+kind of sampling the median over several runs of steps. Other processes on the machine disturb CPU
+time less than wall-clock time.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ PROMPT_TOKENS = 1024
 STEPS = 60  #: Of a run.
 RUNS = 7
 
-#: The published generation defaults of some models.
-PUBLISHED: dict[str, dict[str, Any]] = {
+#: Greedy sampling, and the generation defaults that some models are published with: fields of
+#: `Sampling`.
+SAMPLING_BY_NAME: dict[str, dict[str, Any]] = {
     "greedy": {},
     "llama-3.1": {"temperature": 0.6, "top_p": 0.9},
     "qwen-2.5": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
@@ -135,7 +137,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=256)
     row_count = parser.parse_args().rows
-    figures = {name: round(measure(row_count, fields), 3) for name, fields in PUBLISHED.items()}
+    figures = {
+        name: round(measure(row_count, fields), 3) for name, fields in SAMPLING_BY_NAME.items()
+    }
     print(json.dumps({"rows": row_count, "host_ms_per_step": figures}))
 
 

@@ -1,4 +1,8 @@
-"""Turns the measured milliseconds into figures (pure): medians, ratios, shares of the machine."""
+"""Turns the measured milliseconds into figures (pure): medians, ratios, shares of the machine.
+
+A *cell* is one kind of step that is measured: a batch of sequences that decode at a context, or a
+prompt of a length. The *peer* is the other engine that the same cells are measured on (vLLM).
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,11 @@ Rounds = Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class CellWork:
-    """The least that one measured step must read and multiply."""
+    """What one measured step must read and multiply.
+
+    Of a mixture's experts, the rows of a step are taken to choose different ones, as long as there
+    are others.
+    """
 
     bytes: float  #: Of weights and KV.
     flops: float  #: Multiplications and additions; a product of a weight and a number is two.
@@ -29,41 +37,75 @@ class CellWork:
 
 
 def decode_work(spec: ModelSpec, batch: int, context: int) -> CellWork:
-    """Return the work of a step of `batch` sequences: all matrices once, all KV once.
+    """Return the work of a step of `batch` sequences of `context` tokens.
 
-    Activations are noise beside these.
+    It reads all matrices once, and all KV in the layers' windows once. Activations are noise beside
+    these.
     """
-    weights = _used_weights(spec)
+    seen_tokens = batch * sum(_window_tokens(spec, context))  # of all layers
     # a score takes a product with each key, and the result one with each value
-    attention = 4 * spec.heads * spec.head_dim * spec.layers * batch * context
+    attention = 4 * spec.heads * spec.head_dim * seen_tokens
     return CellWork(
-        bytes=(weights + _kv_numbers(spec, batch * context)) * NUMBER_BYTES,
-        flops=2 * weights * batch + attention,
+        bytes=(_read_weights(spec, batch) + _kv_numbers(spec, seen_tokens)) * NUMBER_BYTES,
+        flops=2 * _row_weights(spec) * batch + attention,
         tokens=batch,
     )
 
 
 def prefill_work(spec: ModelSpec, prompt: int) -> CellWork:
-    """Return the work of a whole prompt, causal; the output matrix only for its last token."""
-    weights = _used_weights(spec)
+    """Return the work of a whole prompt, causal; the output matrix only for its last token.
+
+    The prompt's K and V are written whole, in every layer.
+    """
     head = spec.vocab * spec.hidden
-    # half of decode's: on average a token sees half of the prompt
-    attention = 2 * spec.heads * spec.head_dim * spec.layers * prompt * prompt
+    # a token sees those before it, as far as the window goes; so half of a whole prompt on average
+    pairs = sum(seen * prompt - seen * seen / 2 for seen in _window_tokens(spec, prompt))
+    attention = 4 * spec.heads * spec.head_dim * pairs
     return CellWork(
-        bytes=(weights + _kv_numbers(spec, prompt)) * NUMBER_BYTES,
-        flops=2 * ((weights - head) * prompt + head) + attention,
+        bytes=(_read_weights(spec, prompt) + _kv_numbers(spec, spec.layers * prompt))
+        * NUMBER_BYTES,
+        flops=2 * ((_row_weights(spec) - head) * prompt + head) + attention,
         tokens=prompt,
     )
 
 
-def _used_weights(spec: ModelSpec) -> int:
-    """Return the weights that a step reads: of an embedding that is not the head, few rows."""
-    return spec.parameters - (0 if spec.tied else spec.vocab * spec.hidden)
+def _read_weights(spec: ModelSpec, rows: int) -> int:
+    """Return the weights that a step of so many rows reads."""
+    mixture = spec.experts
+    if mixture is None:
+        return _used_weights(spec)
+    experts = min(mixture.count, rows * mixture.experts_per_token)
+    return _used_weights(spec, unused_experts=mixture.count - experts)
+
+
+def _row_weights(spec: ModelSpec) -> int:
+    """Return the weights that each row of a step is multiplied by."""
+    mixture = spec.experts
+    if mixture is None:
+        return _used_weights(spec)
+    return _used_weights(spec, unused_experts=mixture.count - mixture.experts_per_token)
+
+
+def _used_weights(spec: ModelSpec, unused_experts: int = 0) -> int:
+    """Return all weights but those of so many experts in each layer that has a mixture.
+
+    Of an embedding that is not the head, too few rows are read to count.
+    """
+    weights = spec.parameters - (0 if spec.tied else spec.vocab * spec.hidden)
+    if spec.experts is not None:
+        expert = 3 * spec.hidden * spec.experts.intermediate
+        weights -= sum(spec.experts.layers) * unused_experts * expert
+    return weights
+
+
+def _window_tokens(spec: ModelSpec, tokens: int) -> list[int]:
+    """Return how many of the last `tokens` tokens each layer's attention sees."""
+    return [min(tokens, window or tokens) for window in spec.windows]
 
 
 def _kv_numbers(spec: ModelSpec, tokens: int) -> int:
-    """Return how many numbers the K and V of `tokens` tokens have, in all layers."""
-    return 2 * spec.kv_heads * spec.head_dim * spec.layers * tokens
+    """Return how many numbers the K and V of `tokens` tokens have in one layer."""
+    return 2 * spec.kv_heads * spec.head_dim * tokens
 
 
 def summarize_cell(
@@ -73,8 +115,8 @@ def summarize_cell(
 
     A round's time is the median of its steps, a cell's the median of its rounds. `ratio` is the
     median over rounds of peer / ours (above 1: ours is faster) and `iqr` its interquartile range.
-    `bandwidth_share` and `flops_share` are the least that a step must read and multiply, over what
-    the machine could in that time; `machine` is the result of `machine.measure_machine`.
+    `bandwidth_share` and `flops_share` are what a step must read and multiply (`work`) over what
+    the machine could have in the same time. `machine` is the result of `machine.measure_machine`.
     """
     times_ms = [median(steps) for steps in ours]
     cell_ms = median(times_ms)

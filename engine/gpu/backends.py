@@ -117,6 +117,9 @@ def obstacle(name: str, environment: GpuEnvironment, needs: AttentionNeeds) -> s
         return reason
     if needs.kv_dtype == FP8 and not supports_fp8(environment):
         return "FP8 needs compute capability 8.9"
+    if not _is_power_of_two(needs.head_dim):
+        # Whichever library attention has, `elementwise.rope_store` is our own.
+        return f"heads of {needs.head_dim} numbers: rope knows powers of two only"
     if name == "triton":
         return _triton_obstacle(needs)
     return _library_obstacle(name, needs)
@@ -160,9 +163,13 @@ def _triton_obstacle(needs: AttentionNeeds) -> str | None:
         f"heads of {needs.head_dim} numbers": needs.head_dim,
     }
     for description, size in sizes.items():
-        if size < 16 or size & (size - 1):
+        if size < 16 or not _is_power_of_two(size):
             return f"{description}: it knows powers of two from 16 on"
     return None
+
+
+def _is_power_of_two(size: int) -> bool:
+    return size > 0 and not size & (size - 1)
 
 
 def supports_fp8(environment: GpuEnvironment) -> bool:

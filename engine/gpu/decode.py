@@ -1,16 +1,18 @@
 """Steps of pure decode on the device: from the last ids to the next ones without the host.
 
-A step is two launches over rows padded to a bucket: layers and logits, then sampling; each is a CUDA
-graph where the device has these. Ids may come from the step before it, which the host has not read
-yet. Block tables live on the device, and so does what sampling must know of a sequence's ids
-(`slots.py`). A step sends what is new in them, and one small array.
+A step is two launches over rows padded to a bucket: layers and logits, then sampling. Each is a
+CUDA graph where the device has graphs. Ids may come from the step before it, which the host has not
+read yet. Block tables live on the device, and so does what sampling must know of a sequence's ids:
+a *slot* is a sequence's place in those buffers (`slots.py`). A step sends what is new in both, and
+one small array.
 
 Sampling is launched at once, unless what may come depends on an id that the host has not read: then
 the host reads that id while the device computes the layers.
 
 Life of a runner: `capture` makes the graphs, once. Then each `launch` starts a step, and `read` of
-what it returned waits for that step. `draw_rows` samples from the logits of a step with prefill. On
-ranks above 0 `follow`, `follow_draw` and `follow_rows` start the same.
+what it returned waits for that step. `draw_rows` samples from the logits of a step with prefill,
+and `score_rows` scores ids of a prompt by them. On ranks above 0 `follow`, `follow_draw` and
+`follow_rows` start what `launch`, `draw` and `draw_rows` start on rank 0. Only rank 0 scores.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class PendingRows:
         done: DeviceEvent | None,
         ranks: RankProcesses | None = None,
     ) -> None:
-        """`done` is recorded here. `ranks` are watched while the step runs, if there are others."""
+        """`done` is recorded here. `ranks`, if given, are watched while the device computes."""
         self._row_count = row_count
         self._host = host
         self._done = done
@@ -104,8 +106,8 @@ class LaunchedStep:
     def draw(self, update: SlotUpdate, required_ids: np.ndarray | None = None) -> None:
         """Launch the sampling. `required_ids`, if given, stand in for those of the rows.
 
-        They are int64 [rows]: the id that a row must draw, as its budget of thinking is spent, or -1
-        where any id may come.
+        They are int64 [rows]: the id that a row must draw, as its budget of thinking is spent, or
+        -1 where any id may come.
         """
         self._pending = self._runner.draw(self._rows, self._host, update, required_ids)
 
@@ -132,8 +134,9 @@ class DecodeRunner:
     """Decodes the rows of a step within `limits`, and draws their next ids.
 
     At most two steps are under way: `launch` the second before `read` of the first, not a third,
-    because the steps use two sets of host buffers in turn. `ranks` are sent what each step is; the
-    other ones follow. `decoder` and `ops` are the model on this device.
+    because the steps use two sets of host buffers in turn. `decoder` and `ops` are the model on
+    this device. `ranks` are the processes of the other ranks, on rank 0 of several: they are sent
+    what each step is, and follow. `ranks` is None on the only rank, and on ranks above 0.
     """
 
     def __init__(
@@ -229,7 +232,8 @@ class DecodeRunner:
     def score_rows(self, logits: torch.Tensor, rows: DecodeRows) -> PendingScores:
         """Launch the scoring of the rows' required ids, by logits [rows, vocab]; rank 0 alone.
 
-        The rows have no slot: no id is counted, so the other ranks need not follow.
+        The rows have no slot: no id is counted, so the other ranks need not follow. The logits come
+        from all of them, though, so `read` of what is returned raises RankLost.
         """
         packed = copy_to_device(torch.from_numpy(rows.packed), self.device)
         scored = SampledRows.allocate(len(rows), self.device)
@@ -240,7 +244,8 @@ class DecodeRunner:
         scored.send(host, len(rows), logprobs=True)
         host_ranks = torch.empty(len(rows), dtype=torch.int64, pin_memory=pinned)
         host_ranks.copy_(ranks, non_blocking=True)
-        return PendingScores(PendingRows(len(rows), host, self._make_event()), host_ranks)
+        pending = PendingRows(len(rows), host, self._make_event(), self._ranks)
+        return PendingScores(pending, host_ranks)
 
     def follow(self, step: DecodeStep) -> None:
         """Start this rank's part of a step of rank 0.
@@ -312,8 +317,8 @@ class DecodeRunner:
     def _apply(self, update: SlotUpdate) -> None:
         """Send an update of the slots to the device: one copy for all of it.
 
-        A triple is a slot, an id, and what is added to the id's count. The lists are of the ids that
-        a request names, and the values are their biases.
+        A triple is a slot, an id, and what is added to the id's count. The lists are of the ids
+        that a request names, and the values are their biases.
         """
         if not update:
             return
@@ -386,8 +391,8 @@ class DecodeRunner:
         table = self._block_table[:width]
         ids_of_step_before = self._sampled.token_ids[(-1 - source).clamp(min=0)]
         token_ids = torch.where(source >= 0, source, ids_of_step_before)
-        # A row of NaN, such as padding may be, has an id of no token: reading its embedding would
-        # end the process's use of the GPU before the host hears of the damage.
+        # Sampling gives an id of the vocabulary even for a row of NaN (0). Reading the embedding of
+        # any other id would end the process's use of the GPU before the host hears of it.
         token_ids = token_ids.clamp(0, self.decoder.spec.vocab - 1)
 
         table_index = (positions // self._block_tokens)[:, None]
@@ -421,6 +426,9 @@ class PendingScores:
         self._ranks = ranks
 
     def read(self) -> tuple[DrawnRows, list[int]]:
-        """Wait for the scores; return them with the ids' ranks by logit, 1 for the largest."""
+        """Wait for the scores; return them with the ids' ranks by logit, 1 for the largest.
+
+        Raises RankLost.
+        """
         rows = self._rows.read()
         return rows, self._ranks.tolist()

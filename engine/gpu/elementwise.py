@@ -1,8 +1,8 @@
-"""What lies between the matrix products, in Triton: RMSNorm, SiLU, rope, and the store of K and V.
+"""The small operations between matrix products and attention, in Triton.
 
-Each rounds to the model's dtype where `engine.ops` does, so both give the same model. In kernels,
-parameters that end in `_row` or `_stride` are strides in elements, and upper-case parameters are
-known when the kernel is compiled.
+They are RMSNorm, SiLU, and rope with the store of K and V. Each rounds to the model's dtype where
+`engine.ops` does, so both give the same model. In kernels, parameters that end in `_row` or
+`_stride` are strides in elements, and upper-case parameters are known when the kernel is compiled.
 """
 
 from __future__ import annotations
@@ -19,22 +19,12 @@ COLUMNS = 1024
 
 
 @triton.jit
-def _rms_norm(
-    rows, delta, weight, out, size, input_row, eps, BLOCK: tl.constexpr, HAS_DELTA: tl.constexpr
-):
-    """Compute out = norm(rows) of a row, with HAS_DELTA after rows += delta.
-
-    The grid is (rows,).
-    """
+def _rms_norm(rows, weight, out, size, input_row, eps, BLOCK: tl.constexpr):
+    """Compute out = norm(rows) of a row. The grid is (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    at = rows + row * input_row + columns
-    value = tl.load(at, mask=inside, other=0.0)
-    if HAS_DELTA:
-        added = tl.load(delta + row * size + columns, mask=inside, other=0.0)
-        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
-        tl.store(at, value, mask=inside)
+    value = tl.load(rows + row * input_row + columns, mask=inside, other=0.0)
     wide = value.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
     gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
@@ -42,25 +32,19 @@ def _rms_norm(
     tl.store(out + row * size + columns, result.to(value.dtype), mask=inside)
 
 
-def rms_norm(rows: torch.Tensor, norm: RmsNorm, delta: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the RMSNorm of `rows` [T, size].
-
-    If `delta` [T, size], contiguous, is given, it is added to `rows` first: in place, in the same
-    pass.
-    """
+def rms_norm(rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    """Return the RMSNorm of `rows` [T, size]."""
     row_count, size = rows.shape
     out = torch.empty(row_count, size, dtype=rows.dtype, device=rows.device)
     block = triton.next_power_of_2(size)
     _rms_norm[(row_count,)](
         rows,
-        rows if delta is None else delta,  # any pointer: without HAS_DELTA it is not read
         norm.weight,
         out,
         size=size,
         input_row=rows.stride(0),
         eps=norm.eps,
         BLOCK=block,
-        HAS_DELTA=delta is not None,
         num_warps=min(16, max(1, block // 512)),  # 512 numbers a warp: 16 for each of its threads
     )
     return out
@@ -151,8 +135,9 @@ def rope_store(
 ) -> torch.Tensor:
     """Rotate queries in place; store keys, rotated, and values, unchanged, in their slots.
 
-    `qkv` is [T, (Hq + 2 Hkv) D], D a power of two. `cache` is the keys and the values, with equal
-    strides. `norms` are those of queries and of keys, which come before the rotation, or None.
+    `qkv` is [T, (Hq + 2 Hkv) D], D a power of two (`backends.obstacle` sees to that). `cache` is
+    the keys and the values, with equal strides. `norms` are those of queries and of keys, which
+    come before the rotation, or None.
     `angles` are cosines and sines, float32 [T, D / 2]; `slots` are the block and the offset of each
     row, int64 [T]. Returns the rotated queries, a view [T, Hq, D].
     """

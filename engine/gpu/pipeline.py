@@ -1,10 +1,16 @@
 """Decode with the device one step ahead: step n + 1 is launched before the ids of n are read.
 
-Whether a sequence ends with an id is known one step late: its row of the step under way is then
-computed for nothing, into blocks that are its own until that step is over.
+Whether a sequence ends with an id is known one step late. Its row of the step under way is then
+computed for nothing, into blocks that are in the pool again. That does no harm: the device computes
+steps in the order in which they were launched, so a later owner's KV comes later, and the engine
+waits for the device before it hands blocks to transfers (`wait_for_device`).
 
-What may come behind an id may depend on that id (a grammar, a budget of thinking). The layers of
-step n + 1 are launched before the ids of step n are read all the same, and its sampling behind that.
+What may come behind an id may depend on that id (a grammar, a budget of thinking). Even then the
+layers of step n + 1 are launched before the ids of step n are read. Its sampling is launched once
+they have been read.
+
+To *book* a step is to add the ids that it drew to the host's sequences. A *slot* is what the device
+keeps of one sequence for its sampling (`slots.py`).
 
 Life: `start` launches the first step. Each `step` launches the next one and books the one under
 way, until something else must be planned; then one more `step` books the last. Between such runs
@@ -13,6 +19,7 @@ way, until something else must be planned; then one more `step` books the last. 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,6 +38,8 @@ from .plan import TOP_SIZE, DecodeRows, RowField, plain_fields
 from .slot_update import SlotUpdate
 from .slots import SlotTable, depends_on_last_id, device_can_sample
 
+log = logging.getLogger(__name__)
+
 
 class StepRunner(Protocol):
     """What the pipeline uses of `decode.DecodeRunner`."""
@@ -43,11 +52,11 @@ class StepRunner(Protocol):
         ...
 
     def draw_rows(self, logits: Any, rows: DecodeRows, update: SlotUpdate) -> DrawingRows:
-        """Sample rows of any logits on the device, without waiting for it."""
+        """Sample rows of any logits on the device, without waiting for the device."""
         ...
 
     def score_rows(self, logits: Any, rows: DecodeRows) -> ScoringRows:
-        """Score the required ids of rows, without waiting for it."""
+        """Score the id that each row requires, by `logits`, without waiting for the device."""
         ...
 
 
@@ -71,7 +80,10 @@ class StartedStep(Protocol):
     """What the pipeline uses of `decode.LaunchedStep`."""
 
     def draw(self, update: SlotUpdate, required_ids: np.ndarray | None = None) -> None:
-        """Launch the step's sampling."""
+        """Launch the step's sampling, which `launch` has left out.
+
+        `required_ids`, int64 [rows], stand in for those of the rows: the id that must come, or -1.
+        """
         ...
 
     def read(self) -> DrawnRows:
@@ -90,8 +102,9 @@ class StepAhead:
     length_limits: np.ndarray
     #: int64 [rows]: ids that each sequence's blocks hold.
     rooms: np.ndarray
-    #: Rows of a sequence with a slot, and rows whose token is more than an id. Ascending.
+    #: Rows whose sequence has a slot of the device, ascending.
     slot_rows: list[int]
+    #: Rows with logprobs, a grammar or thinking, ascending: their tokens are looked at one by one.
     special_rows: list[int]
     #: Rows for which no id can be drawn, and why.
     faults: dict[int, SamplingFault]
@@ -118,8 +131,8 @@ class PromptScores:
 class DecodePipeline:
     """Decode steps of `scheduler` on `runner`.
 
-    `book_token` books a sequence's token, or why it has none, and returns what to deliver.
-    `max_model_len` is the length of a sequence in tokens, at most.
+    `book_token` adds a token to its sequence, or ends the sequence by the fault in its place, and
+    returns what to deliver. `max_model_len` is the length of a sequence in tokens, at most.
     """
 
     #: Needed by sequences that have a grammar; whoever makes the pipeline sets it.
@@ -176,12 +189,18 @@ class DecodePipeline:
     def _prepare(
         self, sequence: Sequence, row: int, faults: dict[int, SamplingFault]
     ) -> np.ndarray:
-        """Return the fields of a row; those of a plain one where the request is at fault."""
+        """Return the fields of a row; those of a plain one where no id can be drawn for it.
+
+        Then `faults` gets the reason, by the row.
+        """
         try:
             return self._slots.prepare(sequence, len(sequence.token_ids), self.grammars)
         except InvalidRequest as error:
             faults[row] = SamplingFault(str(error))
-            return plain_fields()
+        except Exception:  # one request's grammar must not end the thread and all streams
+            log.exception("sampling for %s", sequence.attempt_key[0])
+            faults[row] = SamplingFault("no token could be sampled: the worker's log says why")
+        return plain_fields()
 
     def finish_abandoned_step(self) -> None:
         """Wait for the step under way if all of its sequences have ended, and forget it."""
@@ -334,7 +353,7 @@ class DecodePipeline:
     def _draw_some(
         self, logits: Any, logit_rows: list[int], sequences: list[Sequence]
     ) -> list[Token | SamplingFault]:
-        """Do the work of `draw`, for as many sequences as there are slots."""
+        """Return what `draw` does, for at most `row_limit` sequences."""
         faults: dict[int, SamplingFault] = {}
         rows = DecodeRows.build(
             [self._prepare(sequence, row, faults) for row, sequence in enumerate(sequences)],

@@ -430,7 +430,9 @@ class VllmEngine:
                 request.sequence.hit_tokens = min(computed, request.sequence.prompt_tokens)
             if end >= request.next_position:
                 self._drawing.add(request_id)
-            if not request.received:
+            # Where the KV came from a peer, vLLM computes the last id alone; but all of the prompt
+            # once it has taken the blocks for others.
+            if not request.received or request.vllm_request.num_preemptions:
                 prompt_end = min(end, request.start_tokens)
                 self._step_prefill_tokens += max(0, prompt_end - computed)
             if request.sequence.stop_after_first:

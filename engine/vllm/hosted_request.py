@@ -47,7 +47,8 @@ class HostedRequest:
     vllm_request: Any = None  #: vLLM's own `Request`; set when it is handed over.
     sampled_tokens: int = 0  #: Ids that vLLM has sampled, forced ones included.
     blocks: list[int] = field(default_factory=list)  #: Of its KV, as far as vLLM has told.
-    #: True if its prompt's KV came from a peer, so that computing it is no prefill.
+    #: True if its prompt's KV came from a peer, so that computing it is no prefill unless vLLM has
+    #: taken the blocks for others.
     received: bool = False
     #: Steps that a RESERVING request has waited for blocks.
     waited_steps: int = 0

@@ -1,8 +1,8 @@
 """Starts vLLM inside of this process, and checks that it is the one that the hosting was made for.
 
 vLLM's `EngineCore` is stepped by our engine thread. Its settings come from `EngineOptions` and from
-what operators set under `engine.vllm`, which are vLLM's own arguments by their own names. What the
-hosting itself depends on is refused there, by name (`OWNED_ARGUMENTS`).
+what operators set under `engine.vllm`, which are vLLM's own arguments by their own names. Arguments
+that the hosting sets itself, or cannot serve with, are refused there (`arguments.find_refusal`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
-#: Names of vLLM that the hosting calls, with the parameters that it passes.
+#: Names of vLLM that the hosting calls or overrides, with the parameters that it passes or gets.
 USED_SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm.v1.core.block_pool.BlockPool": {
         "touch": ("blocks",),
@@ -98,7 +99,9 @@ USED_ATTRIBUTES = {
     ),
     "core.scheduler.kv_cache_manager.block_pool": ("blocks", "num_gpu_blocks"),
 }
-RESERVE_SLOTS = 2  #: vLLM may run so many times `max_running` requests: reserved ones come on top.
+#: vLLM may run this many times `max_running` requests at a time: those whose blocks are reserved
+#: for KV to come are on top.
+RESERVE_SLOTS = 2
 
 
 class VllmUnavailable(EngineError):
@@ -130,7 +133,14 @@ def check_signatures() -> None:
     missing: list[str] = []
     for path, methods in USED_SIGNATURES.items():
         module, _, class_name = path.rpartition(".")
-        owner: Any = getattr(__import__(module, fromlist=[class_name]), class_name, None)
+        try:
+            owner: Any = getattr(import_module(module), class_name, None)
+        except ImportError as error:
+            missing.append(f"{path} ({error})")
+            continue
+        if owner is None:
+            missing.append(path)
+            continue
         for name, parameters in methods.items():
             method = getattr(owner, name, None)
             if method is None:
@@ -152,10 +162,16 @@ def check_attributes(core: EngineCore) -> None:
     missing: list[str] = []
     for path, names in USED_ATTRIBUTES.items():
         owner: Any = core
+        place = "core"
         for part in path.split(".")[1:]:
-            owner = getattr(owner, part)
-        missing += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
-    _refuse_missing(missing)
+            owner = getattr(owner, part, None)
+            place += f".{part}"
+            if owner is None:
+                missing.append(place)
+                break
+        else:
+            missing += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
+    _refuse_missing(list(dict.fromkeys(missing)))
 
 
 def _refuse_missing(missing: list[str]) -> None:
@@ -180,7 +196,8 @@ def start_core(options: EngineOptions, engine_name: str | None) -> EngineCore:
     """Loads the model into a vLLM whose connector finds the hooks under `engine_name`.
 
     With None it is vLLM alone, to compare with: the same arguments, and no hooks.
-    Raises VllmUnavailable, UnsupportedModel, OutOfMemory or EngineError; each says what to do.
+    Raises EngineError, whose message says what to do; it is a VllmUnavailable, UnsupportedModel or
+    OutOfMemory where the reason is one of these. Other errors of vLLM are passed on.
     """
     check_version()
     check_arguments(options.vllm_arguments)

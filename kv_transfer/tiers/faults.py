@@ -1,4 +1,4 @@
-"""The tiers' shared words: which tiers there are, why an access fails, and block checksums."""
+"""What all tiers share: their names, the reasons why an access fails, and block checksums."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TierFault(StrEnum):
     HEADER = "header"  #: the header of a slot is damaged, or of another slot or file
     TRUNCATED = "truncated"  #: the file ends before the block does
     VANISHED = "vanished"  #: the file was removed since it was opened, or replaced by another
-    #: the disk is full, a quota is used up, the file may not be that large, or the size that was
-    #: configured is less than one block
+    #: the disk is full, a quota is used up, or a file may not become that large; or the configured
+    #: size leaves no room for one block
     NO_SPACE = "no_space"
     READ_ONLY = "read_only"  #: the file system is read-only, or this process has no permission
     LOCKED = "locked"  #: another process uses the folder
@@ -55,10 +55,10 @@ def fault_of(error: OSError) -> TierFault:
 
 
 def checksum_seed(compatibility: bytes, content: bytes) -> int:
-    """Returns the checksum seed of the block whose 16-byte hash is `content`.
+    """Returns the checksum seed of the block whose content hash (16 bytes) is `content`.
 
-    `compatibility` is the 16-byte hash of model, layout and format.
-    Thanks to the seed, the bytes of another block or of another model fail this block's check.
+    `compatibility` is `KVLayout.compatibility` (16 bytes): a hash of the model, the KV's numbers
+    and the format. Bytes of another block, or of another model, fail the check with this seed.
     """
     return xxhash.xxh3_64_intdigest(compatibility + content)
 

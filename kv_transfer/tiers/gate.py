@@ -14,19 +14,19 @@ RETRY_LIMIT_S = 300.0  #: the longest wait
 
 
 class DiskGate:
-    """Counts failures and successes of writing and opening. Reading goes on while the disk is off.
+    """Says whether the disk is on, by the failures and successes of writing and opening.
 
-    `now` is of any clock that does not go back.
+    Reading goes on while the disk is off. `now` is of any clock that does not go back.
     """
 
     def __init__(self) -> None:
         self.reason = ""  #: why the disk is off; empty while it is on
-        self.retry_at = 0.0  #: when the next try is allowed
+        self.retry_at = 0.0  #: until then a disk that is off is not tried; 0 while it is on
         self._failures = 0  #: in a row
         self._wait_s = RETRY_S
 
     def allows(self, now: float) -> bool:
-        """Returns whether the disk may be written or opened now, be it to try."""
+        """Returns whether the disk may be written or opened now: it is on, or a try is allowed."""
         return now >= self.retry_at
 
     def record_failure(self, reason: str, now: float, conclusive: bool = False) -> bool:

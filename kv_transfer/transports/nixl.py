@@ -143,7 +143,7 @@ class NixlTransport:
     def __init__(self, agent: str, pool: Pool) -> None:
         """Raises TransportUnavailable when NIXL is not installed.
 
-        Raises PinningRefused where RDMA devices are there and host memory cannot be pinned for them.
+        Raises PinningRefused where UCX may use RDMA and the pool, of host memory, cannot be pinned.
         """
         try:
             with _log_buffers_kept():

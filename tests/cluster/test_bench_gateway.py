@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.cluster.bench.gateway import prompts
+from diptych.cluster.bench.gateway import prompts, run
 from diptych.cluster.bench.gateway.cluster import BenchError, countable_token_ids
 from diptych.cluster.bench.gateway.measure import (
     ClientLoad,
@@ -173,6 +173,26 @@ def test_prompts_have_about_the_tokens_that_they_claim() -> None:
     assert [one["kind"] for one in rows] == ["fresh", "history"]
     assert all(abs(one["mean_tokens"] - prompts.PROMPT_TOKENS) < 200 for one in rows)
     assert ChatTokenizer(CHECKPOINT).encode("a", add_special_tokens=False)
+
+
+def test_a_tokenizer_without_words_costs_the_prompts_and_no_other_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some tokenizers decode no id alone to a space and letters."""
+    monkeypatch.setattr(ChatTokenizer, "token_text", lambda self, token_id: "word")
+    with pytest.raises(BenchError, match="no words that begin with a space"):
+        prompts.measure(CHECKPOINT)
+
+    progress: list[str] = []
+    monkeypatch.setattr(run, "_measure_in_child", lambda *_: {"rows": [{"tokens_s": 1}]})
+    options = run.GatewayBenchOptions(CHECKPOINT, proxies=("none",))
+    result = run.run(options, progress.append)
+    assert result["rows"] == [{"tokens_s": 1}] and result["prompts"] == []
+    said = table(result | {"rows": []})
+    assert said == (
+        "prompts: not measured (this tokenizer has no words that begin with a space among its first "
+        "4096 ids)"
+    )
 
 
 def test_a_gateway_without_keys_answers_the_clients() -> None:

@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from diptych.cluster.control.diagnosis import (
-    CMA_TRANSPORTS,
-    RDMA_TRANSPORTS,
     Diagnosis,
     HostObservation,
     PairMeasurement,
@@ -23,12 +21,12 @@ from diptych.cluster.control.diagnosis import (
     diagnose_local_host,
     expected_gib_s,
     transport_of,
-    ucx_permits,
 )
 from diptych.cluster.control.doctor import Doctor, parse_probe_size
 from diptych.cluster.gateway.errors import ApiError
 from diptych.kv_transfer import diagnosis
 from diptych.kv_transfer.diagnosis import HostEnvironment, NetworkPort
+from diptych.kv_transfer.ucx import CMA_TRANSPORTS, RDMA_TRANSPORTS, ucx_permits
 
 from tests.cluster.test_node import Bench, opened, prompt
 from tests.support.checkpoints import make

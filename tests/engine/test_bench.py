@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from diptych.engine.bench.results import (
     prefill_work,
     summarize_cell,
 )
-from diptych.engine.spec import read_spec
+from diptych.engine.spec import ExpertsSpec, read_spec
 from typer.testing import CliRunner
 
 from tests.support.checkpoints import make
@@ -106,6 +107,46 @@ def test_work_of_a_step_and_of_a_prompt(checkpoint: Path) -> None:
     assert decode_work(spec, 3, 70).bytes == used * 2 + token * 3 * 70
     one, two = prefill_work(spec, 100).flops, prefill_work(spec, 200).flops
     assert 2 * one < two < 4 * one  # linear layers, and attention
+
+
+def test_of_a_mixture_only_the_experts_of_the_tokens_are_work(checkpoint: Path) -> None:
+    plain = read_spec(checkpoint)
+    mixture = ExpertsSpec(
+        count=8,
+        experts_per_token=2,
+        intermediate=plain.intermediate,
+        renormalize=True,
+        layers=(True,) * plain.layers,
+    )
+    spec = replace(plain, experts=mixture)
+    router = plain.layers * mixture.count * plain.hidden
+    expert = plain.layers * 3 * plain.hidden * plain.intermediate
+    for batch, read_experts in ((1, 2), (3, 6), (64, 8)):
+        work, plain_work = decode_work(spec, batch, 70), decode_work(plain, batch, 70)
+        more_weights = router + (read_experts - 1) * expert  # the plain model has one MLP
+        assert work.bytes == plain_work.bytes + more_weights * 2
+        assert work.flops == plain_work.flops + 2 * batch * (router + expert)
+    work, plain_work = prefill_work(spec, 100), prefill_work(plain, 100)
+    assert work.bytes == plain_work.bytes + (router + 7 * expert) * 2
+    assert work.flops == plain_work.flops + 2 * 100 * (router + expert)
+
+
+def test_behind_a_sliding_window_nothing_is_work(checkpoint: Path) -> None:
+    plain = read_spec(checkpoint)
+    assert plain.windows == (None,) * plain.layers
+    short = replace(plain, windows=(32,) * plain.layers)
+    assert decode_work(short, 3, 70) == decode_work(plain, 3, 32)
+    assert decode_work(short, 3, 20) == decode_work(plain, 3, 20)
+    half = replace(plain, windows=(32, *plain.windows[1:]))
+    saved = decode_work(plain, 3, 70).bytes - decode_work(half, 3, 70).bytes
+    assert saved == 2 * plain.kv_heads * plain.head_dim * 2 * 3 * (70 - 32)
+    # A prompt's KV is written whole; each token but the first ones attends to 32.
+    long = replace(plain, windows=(1000,) * plain.layers)
+    assert prefill_work(long, 100) == prefill_work(plain, 100)
+    assert prefill_work(short, 100).bytes == prefill_work(plain, 100).bytes
+    pairs = plain.layers * (100 * 100 / 2 - (32 * 100 - 32 * 32 / 2))
+    saved_flops = 4 * plain.heads * plain.head_dim * pairs
+    assert prefill_work(plain, 100).flops - prefill_work(short, 100).flops == saved_flops
 
 
 @pytest.mark.parametrize("name", ["205M", "7M"])

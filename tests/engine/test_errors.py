@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from diptych.engine.cpu_backend import CpuBackend
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import EngineError, OutOfMemory, UnsupportedModel, WeightsError
-from diptych.engine.memory import available_memory, check_memory, weight_bytes
+from diptych.engine.memory import (
+    GpuMemory,
+    available_memory,
+    check_gpu_memory,
+    check_memory,
+    gpu_pool_bytes,
+    weight_bytes,
+)
 from diptych.engine.quantization import Fp8Format
 from diptych.engine.spec import ExpertsSpec, RopeSpec, fingerprint, read_spec
 from diptych.engine.tensors import dequantize
@@ -371,6 +379,61 @@ def test_weights_that_do_not_fit_are_refused_before_any_is_read(llama: Path) -> 
     assert "lower engine.kv_mib" in str(few.value)
     with pytest.raises(OutOfMemory, match=r"weights alone .* or model.dtype bfloat16"):
         check_memory(spec, "float32", 5 << 20, weights)
+
+
+def test_each_rank_of_a_cpu_keeps_the_whole_embedding(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read_spec(llama)
+    embedding = spec.vocab * spec.hidden * 2
+    one_rank = weight_bytes(spec, "bfloat16")
+    assert weight_bytes(spec, "bfloat16", ranks=4) == one_rank + 3 * embedding
+    # Four pools and the weights of one rank fit, so that only the embeddings are too much.
+    available = one_rank + 4 * (5 << 20) + 3 * embedding
+    options = EngineOptions(llama, kv_bytes=5 << 20, tensor_parallel=4)
+    monkeypatch.setattr("diptych.engine.cpu_backend.available_memory", lambda: available)
+    CpuBackend().check(options, spec)
+    monkeypatch.setattr("diptych.engine.cpu_backend.available_memory", lambda: available - 1)
+    with pytest.raises(OutOfMemory, match="do not fit"):
+        CpuBackend().check(options, spec)
+
+
+GPU = GpuMemory(gpu=1, total=1000 << 20, free=700 << 20)
+
+
+def test_a_pool_without_kv_mib_gets_what_the_share_leaves(llama: Path) -> None:
+    options = EngineOptions(llama, kv_bytes=None, gpu_memory_share=0.9)
+    assert gpu_pool_bytes(options, GPU, held_bytes=300 << 20, step_bytes=200 << 20) == 400 << 20
+    assert gpu_pool_bytes(options, GPU, held_bytes=100 << 20, step_bytes=400 << 20) == 300 << 20
+
+
+@pytest.mark.parametrize(("held_mib", "step_mib"), [(500, 600), (100, 700), (700, 200)])
+def test_a_gpu_that_has_no_room_for_a_pool_says_so(
+    llama: Path, held_mib: int, step_mib: int
+) -> None:
+    options = EngineOptions(llama, kv_bytes=None, gpu_memory_share=0.9)
+    with pytest.raises(OutOfMemory) as refused:
+        gpu_pool_bytes(options, GPU, held_bytes=held_mib << 20, step_bytes=step_mib << 20)
+    message = str(refused.value)
+    assert message.startswith(
+        f"GPU 1: no room is left for a KV pool beside {held_mib} MiB of weights and {step_mib} MiB "
+        "of the largest steps, within engine.gpu_memory_share 0.9: 700 MiB are free of 1000 MiB"
+    )
+    assert "raise engine.gpu_memory_share" in message
+
+
+def test_a_pool_that_was_asked_for_and_does_not_fit_says_its_size(llama: Path) -> None:
+    options = EngineOptions(llama, kv_bytes=600 << 20)
+    with pytest.raises(OutOfMemory, match=r"a KV pool of 600 MiB does not fit .* engine\.kv_mib"):
+        gpu_pool_bytes(options, GPU, held_bytes=100 << 20, step_bytes=200 << 20)
+
+
+@pytest.mark.parametrize("weights", ["model", "fp8"])
+def test_weights_that_are_fp8_already_are_not_advised_to_be(llama: Path, weights: str) -> None:
+    options = EngineOptions(llama, weights=weights)  # type: ignore[arg-type]
+    with pytest.raises(OutOfMemory, match="the weights alone are too large") as refused:
+        check_gpu_memory(read_spec(llama), options, GpuMemory(0, 1000, 100))
+    assert ("set engine.weights fp8" in str(refused.value)) == (weights == "model")
 
 
 def test_an_engine_without_memory_opens_no_weights(

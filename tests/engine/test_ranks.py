@@ -14,6 +14,7 @@ import torch
 from diptych.engine.collectives import RankLost
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable, UnsupportedModel
+from diptych.engine.rank_processes import RankProcesses
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.protos.frames import Sampling
 
@@ -121,6 +122,20 @@ def test_a_rank_that_cannot_start_is_named_at_once(checkpoint) -> None:
     )
     with pytest.raises(RankLost, match="rank 1 of this replica has not started: it ended with 1"):
         Engine(config)
+
+
+def test_a_rank_whose_leader_is_gone_ends_before_its_share_is_loaded(checkpoint) -> None:
+    """A large share takes minutes to load, and its memory is needed for the next start."""
+    config = EngineOptions(checkpoint("llama"), kv_bytes=64 << 20, tensor_parallel=2)
+    ranks = RankProcesses.start(config)
+    try:
+        (follower,) = ranks.processes
+        assert follower.poll() is None  # it waits for rank 0 to connect, and then loads
+        assert follower.stdin
+        follower.stdin.close()
+        assert follower.wait(timeout=10) == 0
+    finally:
+        ranks.close()
 
 
 def test_ranks_on_gpus_need_a_gpu_each(checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

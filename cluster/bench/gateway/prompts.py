@@ -1,8 +1,9 @@
 """How many long prompts a second one core prepares: from the body to the frames for the workers.
 
-This is what `ServedModel.prepare` does (read the body, check it, render and tokenize it, long ones
-in a thread, sampling, block hashes) and the encoding of the frames that carry the prompt. It leaves out
-HTTP, sockets and answers.
+What is measured is the work of `ServedModel.prepare`: to read the body and check it, to render and
+tokenize the prompt (a long one in a thread), to make the sampling parameters and the block hashes.
+The encoding of the frames that carry the prompt is measured with it. HTTP, sockets and answers are
+left out.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ from ...gateway.apis.parameters import ModelLimits
 from ...gateway.apis.schema import parse_body
 from ...gateway.text.templates import NotAtOnceError
 from ...gateway.text.tokenizer import ChatTokenizer
+from .cluster import BenchError
 from .usage import cpu_s_of, descendants
 
 PROMPT_TOKENS = 2048  #: Of each prompt, about.
-PROMPTS = 1000  #: Measured, of each kind and each number at a time.
+PROMPTS = 1000  #: Prompts that are measured of each kind, for each number at a time.
 #: Prompts at a time, as under load; alone, each one pays for waking a thread and being woken.
 CONCURRENT_PROMPTS = 8
 #: Tokens of a conversation's next turn, and of the answer before it, about.
@@ -42,7 +44,7 @@ SALT = bytes(16)  #: Of the block hashes; any value takes as long.
 WORDS_LIMIT = 4096  #: Token ids that are searched for words.
 #: What follows a word now and then, so that the text is not all words of the tokenizer's own.
 SUFFIXES = ("ing", "s", ",", ".", "\n", " 42")
-SUFFIX_SHARE = 0.2  #: Of the words that one follows.
+SUFFIX_SHARE = 0.2  #: The share of words that a suffix follows.
 
 #: Yields bodies of requests without end, from the tokenizer's words and random choices.
 MakeBodies = Callable[[ChatTokenizer, random.Random], Iterator[bytes]]
@@ -61,7 +63,8 @@ def measure(model: Path, seed: int = 0) -> list[dict[str, Any]]:
     """Return a row for `fresh` prompts, and one for `history`: next turns of known conversations.
 
     `requests_s`, prompts per CPU second, is with `CONCURRENT_PROMPTS` at a time, `alone_requests_s`
-    with one. `model` is a checkpoint's folder, of which the tokenizer is used.
+    with one. `model` is a checkpoint's folder, of which the tokenizer is used. Raises BenchError if
+    the tokenizer has no words to make prompts of.
     """
     text = ChatTokenizer(model)
     # The start of the process that renders templates belongs to no prompt.
@@ -130,7 +133,10 @@ def _new_prompts(text: ChatTokenizer, generator: random.Random) -> Iterator[byte
 
 
 def _next_turns(text: ChatTokenizer, generator: random.Random) -> Iterator[bytes]:
-    """Yield bodies with a conversation whose turns were all tokenized before, except the last."""
+    """Yield bodies with a conversation whose turns were all tokenized before, except the last two.
+
+    These are an answer and the user's next turn.
+    """
     words = tokenizer_words(text)
     messages_count = PROMPT_TOKENS // TURN_TOKENS - 1
     while True:
@@ -169,11 +175,16 @@ def prose(words: list[str], generator: random.Random, tokens: int) -> str:
 
 
 def tokenizer_words(text: ChatTokenizer) -> list[str]:
-    """Return the tokenizer's pieces that are a space and letters."""
+    """Return the tokenizer's pieces that are a space and letters. Raises BenchError without any."""
     pieces = [
         text.token_text(token_id) for token_id in range(min(text.vocabulary_size, WORDS_LIMIT))
     ]
-    return [piece for piece in pieces if piece.startswith(" ") and piece[1:].isalpha()]
+    words = [piece for piece in pieces if piece.startswith(" ") and piece[1:].isalpha()]
+    if not words:
+        raise BenchError(
+            f"this tokenizer has no words that begin with a space among its first {WORDS_LIMIT} ids"
+        )
+    return words
 
 
 def _body(messages: list[dict[str, str]]) -> bytes:

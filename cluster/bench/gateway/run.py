@@ -48,8 +48,9 @@ def run(options: GatewayBenchOptions, report_progress: Callable[[str], None]) ->
     """Return the result of `diptych bench gateway`, which is printed as JSON.
 
     `rows` are those of all proxies, `prompts` those of preparing prompts, `slow` has the runs with
-    slow clients by proxy, `requests` the rows of whole requests. `report_progress` gets a line now and then. A proxy with which nothing
-    could be measured is in `missing`, with the reason.
+    slow clients by proxy, `requests` the rows of whole requests. `report_progress` gets a line now
+    and then. A proxy with which nothing could be measured is in `missing`, with the reason; so are
+    `prompts` that could not be measured.
     """
     result: dict[str, Any] = {"rows": [], "prompts": [], "missing": {}, "cores": os.cpu_count()}
     for proxy in options.proxies:
@@ -66,7 +67,10 @@ def run(options: GatewayBenchOptions, report_progress: Callable[[str], None]) ->
             result.setdefault("requests", []).extend(measured["requests"])
     if not options.rounds:
         report_progress("prompts")
-        result["prompts"] = prompts.measure(options.model)
+        try:
+            result["prompts"] = prompts.measure(options.model)
+        except BenchError as error:
+            result["missing"]["prompts"] = str(error)
     return result
 
 

@@ -68,8 +68,8 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     ),
     "rms_norm": (
         elementwise._rms_norm,
-        {**dict.fromkeys(("rows", "delta", "weight", "out"), HALF), "eps": "fp32"},
-        {"BLOCK": 4096, "HAS_DELTA": True},
+        {**dict.fromkeys(("rows", "weight", "out"), HALF), "eps": "fp32"},
+        {"BLOCK": 4096},
         8,
     ),
     "silu_mul": (elementwise._silu_mul, {"rows": HALF, "out": HALF}, {"BLOCK": 1024}, 4),

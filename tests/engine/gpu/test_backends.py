@@ -108,6 +108,13 @@ def test_no_backend_at_all_names_each_obstacle() -> None:
         choose_backend(found(8), replace(NEED, head_dim=96))
 
 
+def test_heads_that_our_own_kernels_do_not_know_are_refused_with_any_library() -> None:
+    """Rope and the store of K and V are Triton's, whichever library computes attention."""
+    with pytest.raises(KernelUnavailable, match=r"fa3: heads of 80 numbers.*; triton: heads of 80"):
+        choose_backend(found(9), replace(NEED, head_dim=80))
+    assert choose_backend(found(9), replace(NEED, head_dim=64)).name == "fa3"
+
+
 def test_a_module_that_breaks_is_missing() -> None:
     def load(name: str) -> object:
         if name == "flash_attn":

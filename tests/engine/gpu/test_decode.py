@@ -100,7 +100,7 @@ def test_padding_touches_nobodys_blocks() -> None:
 
 
 def test_a_row_that_gave_no_token_does_not_end_the_step_behind_it() -> None:
-    """NaN has no largest logit: its id is none of the vocabulary, and the host hears it late."""
+    """Sampling gives 0 for a row of NaN, so an id of no token is damage that nobody has seen."""
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
     runner = DecodeRunner(decoder, ops, DecodeLimits(rows=2, max_model_len=256, block_tokens=64))
@@ -139,6 +139,20 @@ def test_a_step_of_ranks_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None
     follower.communicate()
     with pytest.raises(RankLost, match="ended"):
         PendingRows(1, host, Stuck(math.inf), ranks).read()
+
+
+def test_scores_of_ranks_end_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that ended before the logits were joined leaves the device of rank 0 waiting."""
+    spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
+    decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
+    limits = DecodeLimits(rows=2, max_model_len=256, block_tokens=64)
+    follower = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    runner = DecodeRunner(decoder, ops, limits, RankProcesses(dist.HashStore(), [follower]))
+    monkeypatch.setattr(runner, "_make_event", lambda: Stuck(math.inf))
+    scores = runner.score_rows(torch.zeros(1, TINY["vocab"]), rows_of([Row([], 4)]))
+    follower.communicate()
+    with pytest.raises(RankLost, match="ended"):
+        scores.read()
 
 
 def test_ids_come_from_the_step_before() -> None:

@@ -249,6 +249,29 @@ def test_damage_ends_its_sequence_with_the_reason(peak: float) -> None:
     assert "damaged weights or overflow" in (output.error or "")
 
 
+class BrokenGrammars:
+    def matcher(self, grammar: Grammar, stop_ids: tuple[int, ...]) -> None:
+        raise RuntimeError("a bug of the grammar library")
+
+
+def test_a_grammar_that_breaks_ends_its_own_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(scheduler(30))
+    world.pipeline.grammars = BrokenGrammars()  # type: ignore[assignment]
+    one = request("a", 10, 12)
+    one.sampling = Sampling(12, seed=3, grammar=Grammar("regex", "a+"))
+    other = request("b", 12, 12)
+    alone = expected(other, 12, -1)
+    for sequence in (one, other):
+        world.s.add(sequence)
+    for _ in range(30):
+        world.step()
+    (failed,) = (output for output in world.outputs if output.error)
+    assert failed.attempt_key == ("a", 0) and "the worker's log says why" in failed.error
+    assert "a bug of the grammar library" in caplog.text
+    world.outputs.remove(failed)
+    assert world.tokens()["b"] == alone
+
+
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diptych.engine.bench.host_step import PUBLISHED
+from diptych.engine.bench.host_step import SAMPLING_BY_NAME
 from diptych.engine.engine import Engine
 from diptych.engine.gpu.drawn import DrawnRows
 from diptych.engine.gpu.pipeline import DecodePipeline
@@ -157,7 +157,7 @@ def asked(number: int) -> Sampling:
     """Published defaults, every sixth with something more."""
     names = ("llama-3.1", "qwen-2.5", "qwen-3")
     sampling = Sampling(
-        random.Random(number).randint(2, 30), seed=number, **PUBLISHED[names[number % 3]]
+        random.Random(number).randint(2, 30), seed=number, **SAMPLING_BY_NAME[names[number % 3]]
     )
     extras = (
         {"logprobs": 5},

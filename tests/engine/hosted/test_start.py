@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from diptych.cluster.config import ConfigError, load_config
@@ -95,6 +96,65 @@ def test_a_configuration_that_vllm_cannot_have_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load_config(None, settings)
+
+
+@pytest.fixture
+def some_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start, "version", lambda name: f"{start.SUPPORTED_VERSION}0")
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "missing"),
+    [
+        ("collections.Counter", "elements", None),
+        ("collections.Counter", "nothing_like_it", "Counter.nothing_like_it"),
+        ("collections.NothingLikeIt", "__init__", "collections.NothingLikeIt"),
+        (
+            "nothing_like_it.core.Engine",
+            "step",
+            r"nothing_like_it.core.Engine \(No module named 'nothing_like_it'\)",
+        ),
+    ],
+)
+def test_a_vllm_without_a_name_is_refused_by_the_name(
+    some_vllm: None,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    name: str,
+    missing: str | None,
+) -> None:
+    monkeypatch.setattr(start, "USED_SIGNATURES", {path: {name: ()}})
+    if missing is None:
+        start.check_signatures()
+        return
+    with pytest.raises(start.VllmUnavailable, match=f"it lacks {missing}$"):
+        start.check_signatures()
+
+
+def test_a_module_that_breaks_is_refused_with_its_reason(
+    some_vllm: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What fails inside of it may be the fault of the environment, not of vLLM's version."""
+    (tmp_path / "broken_like_this.py").write_text("import nothing_like_it\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(start, "USED_SIGNATURES", {"broken_like_this.Engine": {"step": ()}})
+    with pytest.raises(start.VllmUnavailable, match="No module named 'nothing_like_it'"):
+        start.check_signatures()
+
+
+def test_a_core_without_a_part_is_refused_by_the_part(some_vllm: None) -> None:
+    core = SimpleNamespace(
+        step_fn=None,
+        request_block_hasher=None,
+        vllm_config=None,
+        scheduler=SimpleNamespace(
+            kv_event_publisher=None, finished_req_ids=None, has_requests=None
+        ),
+    )
+    with pytest.raises(start.VllmUnavailable) as refusal:
+        start.check_attributes(core)  # type: ignore[arg-type]
+    lacking = str(refusal.value).partition("it lacks ")[2].split(", ")
+    assert lacking == ["core.scheduler.kv_cache_manager"]
 
 
 def test_vllms_arguments_pass_through() -> None:

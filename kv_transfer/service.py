@@ -13,7 +13,8 @@ Life of a peer (one agent, that is one rank of another worker):
     reached   Tickets may be opened with it.
     unfenced  It is down, or the cluster gave it up: the machines are told `PeerWentDown`. Some of
               its writes may still land, until the transport's fence passes (`PeerFenced`).
-              If it is still named and shows up again, it was lost by mistake: reached again.
+              If the cluster names it again, or it is still named and shows up again, it was lost
+              by mistake: reached again.
     stray     It showed up again, but the transport cannot reach it. It is alive, so no fence is
               waited for, until the cluster says that its process is dead.
 """
@@ -183,6 +184,9 @@ class TransferService:
         #: The part of `_unfenced` that is back but cannot be reached: alive, these never pass a
         #: fence.
         self._strays: set[str] = set()
+        #: The part of `_unfenced` that is back, and is reached again once our writes to it have
+        #: ended.
+        self._returning: set[str] = set()
 
         self._quiet_rounds = 0  #: Rounds since a command or an event of the transport came.
         self._last_event_s = 0.0  #: When one came last, on the monotonic clock.
@@ -345,7 +349,7 @@ class TransferService:
                 self._agents[worker] = [card.agent for card in cards]
                 for card in cards:
                     self._cards[card.agent] = card
-                    self._add_peer(card)
+                    self._reach(card.agent)
             case LosePeer(worker, process_dead):
                 self._lose_worker(worker, process_dead)
             case OfferBlocks():
@@ -419,6 +423,8 @@ class TransferService:
                 if ok:
                     self.gauges.sent_bytes += write.size
                 self._to_sender(WriteEnded(write.action.ticket_id, ok, reason))
+                if write.action.peer in self._returning:
+                    self._reach(write.action.peer)
             case PeerDisconnected(peer):
                 self._lose_peer(peer)
             case _:
@@ -506,17 +512,21 @@ class TransferService:
             del self._refusals[next(iter(self._refusals))]
 
     def _reach(self, agent: str) -> None:
-        """Reaches a peer again that was lost, if the cluster still names it.
+        """Reaches a peer that the cluster names, also one that was lost before.
 
-        The peer's tickets from before end like any that is stopped: their blocks stay reserved
-        until the peer writes no more.
+        A lost peer must have shown up, or must have been named anew: a worker that has ended comes
+        into no directory again. The peer's tickets from before end like any that is stopped: their
+        blocks stay reserved until the peer writes no more.
         """
+        self._returning.discard(agent)
         if agent not in self._cards or agent in self._peers:
             return
         was_lost = agent in self._unfenced
         if was_lost:  # the peer is alive, so that no fence would ever pass: take it back
             if any(write.action.peer == agent for write in self._writes.values()):
-                return  # these writes would go on, and nobody could tell when they end
+                # These would go on, and nobody could tell when they end.
+                self._returning.add(agent)
+                return
             self._unfenced.discard(agent)
             self._transport.remove_peer(agent)
         self._add_peer(self._cards[agent])
@@ -535,6 +545,7 @@ class TransferService:
         for agent in self._agents.get(worker, ()):
             self._cards.pop(agent, None)
             self._refusals.pop(agent, None)
+            self._returning.discard(agent)
             self._lose_peer(agent)
             if process_dead:
                 self._strays.discard(agent)

@@ -218,6 +218,40 @@ def test_a_peer_that_was_lost_by_mistake_is_reached_again(open_pair, forgetful):
     eventually(lands, "a ticket lands again")
 
 
+class ForgetsPeer:
+    """Takes a peer for lost as soon as it is told to, until that peer is removed and added again."""
+
+    def __init__(self, inner):
+        self.inner, self.lost = inner, ""
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def notify(self, peer, note):
+        if peer == self.lost:
+            raise PeerLost(peer)
+        self.inner.notify(peer, note)
+
+    def remove_peer(self, peer):
+        self.inner.remove_peer(peer)
+        self.lost = "" if peer == self.lost else self.lost
+
+
+def test_blocks_come_free_once_the_cluster_names_a_lost_peer_again(open_pair):
+    """Also if the peer, which knows of no loss, has nothing to say by itself."""
+    decode, prefill = open_pair(wrap=ForgetsPeer)  # the first one has the wrapped transport
+    transport = decode.service._transport
+    decode.submit(receive(prefill, [4, 9]))
+    prefill.submit(expect(decode, 2), c.PushBlocks(X, 0, [1]))
+    eventually(lambda: decode.service.statistics()["bytes_received"] == 4096, "the first chunk")
+    transport.lost = prefill.agent
+    decode.submit(LosePeer(prefill.name))
+    assert decode.next() == t.TransferFailed(X, "peer_lost")
+    decode.submit(AddPeer(prefill.name, [prefill.card]))
+    assert decode.next() == t.BlocksFreed(X)
+    assert isinstance(prefill.next(), t.PushEnded)
+
+
 class LosesPeerOnce:
     """Takes the peer of its first write for lost, until that peer is removed and added again."""
 

@@ -541,7 +541,8 @@ class ResponseFound(msgspec.Struct, tag="response", frozen=True):
     """Answers `FindResponse`."""
 
     call_id: int = msgspec.field(name="call")
-    response: bytes | None = None  #: The JSON text of the object; None: it is not there.
+    #: The JSON text of the object; empty: it was there, and is deleted; None: it is not there.
+    response: bytes | None = None
     #: JSON texts of lists of items: what was said for each response of the conversation, the
     #: response itself last.
     turns: list[bytes] = []

@@ -1,9 +1,12 @@
 """Every metric that Diptych exports: its kind, its labels, what it says (pure).
 
-Names carry the prefix `diptych_`, base units, and `_total` where they only grow. Every sample also
-has the label `model`; those of workers have `pool` (the pool that the worker belongs to) and
-`replica`. No label holds a request's id. Tenants, classes, peers and reasons are bounded
-(`page.LABEL_VALUES_MAX`).
+Names carry the prefix `diptych_`, base units, and `_total` where they only grow. Every sample of
+them also has the label `model`; those of workers have `pool` (the pool that the worker belongs to)
+and `replica`. Samples under vLLM's names have `model_name` alone in place of these three.
+
+No label holds a request's id. Labels from outside are bounded: a router counts the first
+`goodput.NAMED` tenants and as many classes by name, a gateway `gateway_metrics.CLASSES_MAX` classes,
+and a worker `page.LABEL_VALUES_MAX` peers, and as many reasons of failures.
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ GATEWAY = _metrics_of(
     request_prompt_tokens=_histogram("Prompt length in tokens", "slo_class"),
     request_output_tokens=_histogram("Tokens generated, of all answers", "slo_class"),
     inflight_requests=_gauge("Requests that run now"),
-    request_retries_total=_counter("Attempts that failed and were made again"),
+    request_retries_total=_counter("Attempts that failed, also the last one of a request"),
     # A healthy worker hands its work over when it is drained, leaves or changes its role.
     request_handovers_total=_counter("Attempts that a worker handed over"),
     # `flaw`: `unread` came out as content, `cut` and `no_json` are calls all the same.
@@ -80,20 +83,21 @@ ROUTER = _metrics_of(
     routing_duration_seconds=_histogram("Time the router took for an event that placed requests"),
     # `side`: the first token came `late` or `early`; the value is the difference, never negative.
     ttft_prediction_error_seconds=_histogram("TTFT observed, against predicted", "side"),
-    prefix_hit_tokens_total=_counter("Prompt tokens that the workers chosen held"),
+    prefix_hit_tokens_total=_counter("Prompt tokens that the chosen workers had, or fetched"),
     prefix_query_tokens_total=_counter("Prompt tokens of requests that were placed"),
     queue_depth=_gauge("Requests that wait for a worker"),
-    queue_late=_gauge("Of these, who cannot be in time any more"),
-    queue_wait_seconds=_histogram("From a request's arrival here until it was placed"),
+    queue_late=_gauge("Requests that wait for a worker and cannot meet their TTFT target any more"),
+    queue_wait_seconds=_histogram("From a request's arrival at the router until it was placed"),
     rejected_total=_counter("Refusals", "reason"),
-    workers=_gauge("Workers that the router knows, by home and by role now", "pool", "role"),
+    workers=_gauge("Workers that the router knows, by pool and by the role now", "pool", "role"),
 )
 ENGINE = _metrics_of(
     "worker",
     worker_info=_gauge("1 for what this worker is now", "role", "state"),
-    # A quarantined block may still be written by a peer that fell silent. An orphaned one belongs
-    # to an attempt that the worker does not know.
-    kv_blocks=_gauge("KV blocks; quarantined and orphaned ones should be 0", "state"),
+    # A quarantined block may still be written by a peer that fell silent. `quarantined` counts its
+    # tiles, and those of all ranks together: it says whether there are any, not how many blocks. An
+    # orphaned block belongs to an attempt that the worker does not know.
+    kv_blocks=_gauge("KV blocks; `quarantined` (in tiles) and `orphaned` should be 0", "state"),
     running_requests=_gauge("Sequences in the running batch"),
     waiting_requests=_gauge("Sequences that wait for blocks or for their turn"),
     batch_tokens=_histogram("Tokens of a step: of prompts, and new ones"),
@@ -109,20 +113,19 @@ HOSTED_VLLM = _metrics_of(
     hosted_vllm_running_requests=_gauge("Requests that the hosted vLLM computes"),
     hosted_vllm_waiting_requests=_gauge("Requests that wait in the hosted vLLM, for KV too"),
     hosted_vllm_kv_cache_usage_ratio=_gauge("Share of its blocks that the hosted vLLM counts used"),
-    hosted_vllm_prefix_cache_queries_total=_counter("Prompt tokens that it looked up in its cache"),
-    hosted_vllm_prefix_cache_hits_total=_counter("Those of them that it found"),
+    hosted_vllm_prefix_cache_queries_total=_counter("Prompt tokens looked up in vLLM's cache"),
+    hosted_vllm_prefix_cache_hits_total=_counter("Prompt tokens found in vLLM's cache"),
 )
 TRANSFER = _metrics_of(
     "worker",
     kv_transfer_bytes_total=_counter("KV that was sent, or has arrived", "direction"),
-    # Of each transfer that arrived: how long at least one of its writes was under way, and how much
-    # time there was between the end of the prefill and the arrival.
-    kv_transfer_duration_seconds=_histogram("Of what arrived: with a write under way"),
-    kv_transfer_exposed_seconds=_histogram("Of these: after the prefill's end"),
+    # These two are observed for each transfer that arrived, on each rank that took part in it.
+    kv_transfer_duration_seconds=_histogram("How long a transfer had a write under way"),
+    kv_transfer_exposed_seconds=_histogram("From the end of the prefill to a transfer's arrival"),
     kv_transfer_checksum_seconds_total=_counter("CPU time of checksums"),
-    kv_transfer_failures_total=_counter("Transfers that did not arrive", "reason"),
-    kv_sessions=_gauge("Open transfers by state", "state"),
-    kv_peers=_gauge("Workers' ranks that the transport reaches"),
+    kv_transfer_failures_total=_counter("Failures of transfers and peers, of all ranks", "reason"),
+    kv_sessions=_gauge("Open transfers by state, on all ranks together", "state"),
+    kv_peers=_gauge("Other workers' ranks that are reached, from all ranks together"),
     kv_peer_bytes_total=_counter("KV that has arrived from this worker", "peer"),
     kv_peer_transport=_gauge("1 for the transport that really ran", "peer", "transport"),
 )
@@ -160,8 +163,10 @@ VLLM_METRICS = {
         e2e_request_latency_seconds=_histogram("As request_e2e"),
     ),
 }
-#: What only the page on a gateway's main port has, under vLLM's names (`vllm_metrics.py`): numbers
-#: of the whole cluster, as one vLLM server would have them.
+#: What only the page on a gateway's main port has, under vLLM's names (`vllm_metrics.py`). Numbers
+#: of the router and of workers are those of the whole cluster, as one vLLM server would have them.
+#: Refusals, tokens and the numbers of requests (`request_...`, but for preemptions) are those of this
+#: gateway alone.
 VLLM_PAGE_METRICS = _metrics_of(
     "gateway",
     VLLM_PREFIX,
@@ -176,7 +181,7 @@ VLLM_PAGE_METRICS = _metrics_of(
     num_preemptions_total=_counter("As preemptions, of all workers"),
     iteration_tokens_total=_histogram("As batch_tokens, of all workers"),
     request_num_preemptions=_histogram("How often an answer was preempted, of all workers"),
-    admission_rejections_total=_counter("Requests refused because of load", "reason"),
+    admission_rejections_total=_counter("Requests refused with HTTP 429", "reason"),
     prompt_tokens_total=_counter("Tokens of prompts"),
     generation_tokens_total=_counter("Tokens generated"),
     request_success_total=_counter("Requests that ended", "finished_reason"),

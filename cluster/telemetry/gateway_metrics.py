@@ -1,5 +1,6 @@
-"""What a gateway counts of its requests: each request once, at its end.
+"""What a gateway counts of its requests: each run of a request once, at its end.
 
+A client that comes back for the rest of its answer makes a run of its own (`count_ended`).
 Nothing is counted per token. The histograms are `kv_transfer.statistics.Histogram`, which takes all
 gaps of a request in one call.
 """
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from ..gateway.text.formats.parts import CallFlaw
 
 # Upper bounds of buckets, in seconds or tokens. Those of TTFT (time to the first token) and ITL
-# (gaps between tokens) get one more, which is the configured target.
+# (gaps between tokens) get one more: the configured target, or the fixed part of a target for TTFT
+# that depends on the prompt, as `max(1s, 3x)` does.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 ITL_S = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 E2E_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
@@ -32,7 +34,9 @@ TOKENS = tuple(2.0**power for power in range(18))
 CLASSES_MAX = 16  #: Classes that have histograms of their own; each is many time series.
 OTHER_CLASS = "other"  #: Stands for classes beyond `CLASSES_MAX`, or not in the configuration.
 CODE_CLIENT_LEFT = 499  #: The client went away before the answer's end.
-CODE_TOO_MANY_REQUESTS = 429  #: The cluster, or its key, has no room for the request.
+#: The cluster or the client's API key has no room for the request, or the router predicts that its
+#: answer would be late and its class prefers a refusal.
+CODE_TOO_MANY_REQUESTS = 429
 CODE_COMPLETE = 200
 
 #: vLLM's histograms, and ours that they are the sum of, over all classes.
@@ -44,9 +48,9 @@ VLLM_HISTOGRAMS = {
 
 
 class GatewayTally:
-    """Counts of one gateway since its start, by class of service level.
+    """Counts of one model on one gateway since the model was added there, by class of service level.
 
-    `classes` are those of the configuration.
+    `classes` are the names of the classes in the configuration.
     """
 
     def __init__(self, config: ClusterConfig, classes: list[str]) -> None:
@@ -69,7 +73,8 @@ class GatewayTally:
         }
         #: Requests by the HTTP status that they ended with (or its equivalent), and class.
         self.codes: Counter[tuple[int, str]] = Counter()
-        #: First tokens that the gate let out, by why it did then, and class.
+        #: First tokens that went through a `FirstTokenGate`, by the `ReleaseReason` why each went
+        #: out when it did, and class.
         self.first_token_releases: Counter[tuple[str, str]] = Counter()
         self.vllm = VllmTally()
         #: Fields of bodies that had no effect, by the API that got them, and by why.
@@ -87,7 +92,13 @@ class GatewayTally:
             self.ignored_fields[api, kind] += count
 
     def count_ended(self, request: Request, outcome: frames.RequestOutcome, code: int) -> None:
-        """Count a request that ran, with all its latencies."""
+        """Count a request that ran, with all its latencies.
+
+        A client that comes back for the rest of an answer makes a new request, which has the
+        answer's earlier tokens but not their times. All latencies are then those of the new run:
+        the TTFT is the time from the client's return to the first token that was generated for it,
+        as in the `RequestOutcome` that the router judges.
+        """
         slo_class = self._counted_class(outcome.slo_class)
         self.codes[code, slo_class] += 1
         self.vllm.count_ended(request, outcome.reason)
@@ -105,11 +116,12 @@ class GatewayTally:
         if gaps_s:
             histograms["request_itl_seconds"].observe_all(gaps_s)
             histograms["request_tpot_seconds"].observe(outcome.itl_mean_s)
-            # The hand-over from prefill to decode lies between an answer's first two tokens.
+            # The hand-over from prefill to decode lies between an answer's first two tokens. Where
+            # earlier tokens have no times, the first two times are those of later tokens.
             first_gaps_s = [
                 answer.token_times[1] - answer.token_times[0]
                 for answer in request.answers
-                if len(answer.token_times) > 1
+                if 1 < len(answer.token_times) == len(answer.journal)
             ]
             histograms["request_first_gap_seconds"].observe_all(first_gaps_s)
         if code == CODE_COMPLETE:  # the time of half an answer would say nothing
@@ -129,8 +141,8 @@ class GatewayTally:
     def rows(self, running: int, retries: int, handovers: int) -> Iterator[MetricRow]:
         """Yield all counts.
 
-        `running` requests run now; `retries` attempts were made again, and `handovers` were handed
-        over by their worker.
+        `running` requests run now. `retries` attempts failed, those included after which their
+        request was given up. `handovers` attempts were handed over by their worker.
         """
         for (code, slo_class), count in sorted(self.codes.items()):
             labels = {"code": str(code), "slo_class": slo_class}
@@ -182,8 +194,9 @@ def outcome_of(request: Request, reason: str) -> frames.RequestOutcome:
 
 
 def _with_target(bounds: tuple[float, ...], target: float) -> tuple[float, ...]:
-    """Add a bucket that ends at the target, so that attainment is read and not interpolated.
+    """Add a bucket that ends at `target`, so that attainment is read and not interpolated.
 
-    A target that is a multiple of the isolated prefill has no fixed part (0), and no bucket.
+    `target` is the fixed part of a target that depends on the prompt. A target without a fixed part
+    (0), such as `3x`, gets no bucket.
     """
     return tuple(sorted({*bounds, target})) if target else bounds

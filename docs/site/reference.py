@@ -165,7 +165,7 @@ def metrics_page() -> str:
         "",
         "Every process exports its own on `/metrics`",
         "([telemetry](../../cluster/telemetry/README.md)). Every sample also has the label `model`,",
-        "those of workers `pool` and `replica`.",
+        "those of workers `pool` and `replica`. Under vLLM's names a sample has `model_name` instead.",
         "",
     ]
     for part in dict.fromkeys(metric.part for metric in METRICS.values()):

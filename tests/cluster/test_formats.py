@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from diptych.cluster.gateway.text.content import ContentParser, ContentRules
 from diptych.cluster.gateway.text.formats import reasoning as reasoning_formats
+from diptych.cluster.gateway.text.formats.arguments import json_of_python
 from diptych.cluster.gateway.text.formats.json_calls import CALL_BEGINNING_CHARS_MAX
-from diptych.cluster.gateway.text.formats.parts import PartKind
+from diptych.cluster.gateway.text.formats.parts import CallFlaw, PartKind
 from diptych.cluster.gateway.text.formats.reasoning import ReasoningFormat
 from diptych.cluster.gateway.text.formats.registry import (
     DEEPSEEK_V3,
@@ -163,6 +164,36 @@ EXAMPLES: list[tuple[ToolFormat, Example]] = [
     (LLAMA4, Example(f"<|python_start|>[{PYTHON_WEATHER}]<|python_end|>", [WEATHER_CALL])),
     (LLAMA4, Example(f'{{"name": "weather", "parameters": {WEATHER_TEXT}}}', [WEATHER_CALL])),
     (LLAMA4, Example("[see (1)] it rains", content="[see (1)] it rains")),
+    (LLAMA4, Example("<|python_start|>[clock(), ]<|python_end|>", [CLOCK_CALL])),
+    (
+        LLAMA4,
+        Example(
+            "[weather(city='''print('a, b)') ''', hourly=None), clock()]",
+            [("weather", {"city": "print('a, b)') ", "hourly": None}), CLOCK_CALL],
+        ),
+    ),
+    (
+        LLAMA4,
+        Example(
+            r'[weather(city="""say "x, y)" \""" (""", spots=["", ""], days=3)]',
+            [("weather", {"city": 'say "x, y)" """ (', "spots": ["", ""], "days": 3})],
+        ),
+    ),
+    (
+        LLAMA4,
+        Example(
+            '[weather(city="Köln\nSüd, \\"x\\"", spots=["a\nb"])]',
+            [("weather", {"city": 'Köln\nSüd, "x"', "spots": ["a\nb"]})],
+        ),
+    ),
+    (
+        GEMMA3,
+        Example(
+            "[Note] I look.\n```tool_code\nweather(city='Rome')\n```",
+            [("weather", {"city": "Rome"})],
+            "[Note] I look.",
+        ),
+    ),
     (
         MISTRAL,
         Example(
@@ -569,6 +600,57 @@ def test_a_long_beginning_of_a_call_is_announced_or_not_however_it_is_split(
     opening = "<tool_call>" + beginning
     assert parsed(rules, [opening, text.removeprefix(opening)]) == whole
     assert parsed(rules, list(text)) == whole
+
+
+@pytest.mark.parametrize(
+    "beginning_chars", [CALL_BEGINNING_CHARS_MAX, CALL_BEGINNING_CHARS_MAX + 1]
+)
+@pytest.mark.parametrize("tool_format", [LLAMA4, GEMMA3])
+def test_a_long_beginning_of_a_call_as_in_python_is_one_or_not_however_it_is_split(
+    tool_format: ToolFormat, beginning_chars: int
+) -> None:
+    text = "[" + "weather(".rjust(beginning_chars) + "city='Rome')]"
+    rules = rules_of(tool_format, Example(text))
+    whole = parsed(rules, [text])
+    is_call = beginning_chars <= CALL_BEGINNING_CHARS_MAX
+    assert whole["calls"] == ([["weather", '{"city": "Rome"}']] if is_call else [])
+    for border in (200, beginning_chars, beginning_chars + 1):
+        assert parsed(rules, [text[:border], text[border:]]) == whole
+    assert parsed(rules, list(text)) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "flaws"),
+    [
+        ("<|python_start|>[other(city='Rome')]<|python_end|>", [CallFlaw.UNREAD]),
+        ("<|python_start|> print(1)<|python_end|>", [CallFlaw.UNREAD]),
+        ("[other(city='Rome')]", []),
+        ("[[1, 2], [3]]", []),
+    ],
+)
+def test_what_is_no_call_behind_a_marker_of_calls_is_a_flaw(
+    text: str, flaws: list[CallFlaw]
+) -> None:
+    made = parsed(rules_of(LLAMA4, Example(text)), [text])
+    assert (made["content"], made["calls"], made["flaws"]) == (text, [], flaws)
+    assert parsed(rules_of(LLAMA4, Example(text)), list(text)) == made
+
+
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        ('"a\nb"', "a\nb"),
+        ("'it\\'s\r\nb'", "it's\r\nb"),
+        ('{"a": true, "b": ["x\ny"]}', {"a": True, "b": ["x\ny"]}),
+        ('"a\\\nb"', "ab"),  # behind a backslash Python leaves a line break out
+        ('"""a\n"b\n"""', 'a\n"b\n'),
+        ('r"""a\n\\b"""', "a\n\\b"),
+        ("it's\nso", "it's\nso"),
+        ('"a\nb', '"a\nb'),
+    ],
+)
+def test_a_literal_of_python_may_have_line_breaks(literal: str, value: Any) -> None:
+    assert json.loads(json_of_python(literal)) == value
 
 
 # ---- templates -----------------------------------------------------------------------------------

@@ -273,6 +273,18 @@ def test_a_request_counts_once_with_every_gap_the_first_one_too() -> None:
     assert itl[("le", "0.077"), *mine] == 2 and itl[("le", "+Inf"), *mine] == 3
 
 
+def test_the_gap_behind_a_client_s_return_is_not_the_first_of_its_answer() -> None:
+    tally = gateway()
+    returned = request([100.5, 101.5, 101.52])
+    returned.answers[0].journal = [f.Token(1)] * 100 + returned.answers[0].journal
+    tally.count_ended(returned, outcome_of(returned, "stop"), CODE_COMPLETE)
+    seen = parsed(Exporter(ObservabilitySettings(), BASE, lambda: tally.rows(0, 0, 0)))
+    mine = (("slo_class", "interactive"),)
+    assert seen["diptych_request_first_gap_seconds_count", mine] == 0
+    assert seen["diptych_request_itl_seconds_count", mine] == 2
+    assert seen["diptych_request_ttft_seconds_sum", mine] == pytest.approx(0.5)
+
+
 def test_a_class_that_nobody_configured_counts_as_other() -> None:
     tally = gateway()
     for number in range(100):

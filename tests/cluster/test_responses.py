@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from diptych.cluster.gateway.apis.api import ApiCall, CallAnswers, EventEncoder
+from diptych.cluster.gateway.apis.response_finder import SENT_BYTES_MAX, answer_peer
 from diptych.cluster.gateway.apis.response_items import InputItem, chat_messages
 from diptych.cluster.gateway.apis.response_shape import ResponseShape, _TextTokens
 from diptych.cluster.gateway.apis.response_store import ResponseStore, Turn, check_conversation
@@ -550,7 +553,7 @@ def test_a_response_is_stored_read_and_deleted(sdk: openai.OpenAI) -> None:
         answer = sdk.responses.with_raw_response.create(
             model="demo", input=QUESTION, store=False, stream=stream
         )
-        with pytest.raises(openai.NotFoundError, match="send the whole conversation"):
+        with pytest.raises(openai.NotFoundError, match="was deleted or not stored"):
             sdk.responses.retrieve(answer.headers["x-request-id"])
 
 
@@ -598,17 +601,42 @@ def test_the_result_of_a_call_may_follow_the_response_that_made_it(gateway: Stan
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "dry"}
     by_id = read_by_the_model(gateway, input=[result], previous_response_id=first["id"])
     reference = {"type": "item_reference", "id": call["id"]}
-    for item in (call, reference, {"id": call["id"]}):
+    for item in (call, reference, {"id": call["id"]}, {"id": call["id"], "type": None}):
         assert read_by_the_model(gateway, input=[*ASK, item, result]) == by_id
     unknown = {"type": "item_reference", "id": call["id"][:-1] + "7"}
     assert "not found in its response" in refused(gateway, 404, input=[*ASK, unknown])
 
 
-@pytest.mark.parametrize("fields", [
-    {"previous_response_id": "resp_x"}, {"input": [{"type": "item_reference", "id": "msg_x"}]},
+@pytest.mark.parametrize(("fields", "says"), [
+    (
+        {"previous_response_id": "resp_x"},
+        r"'resp_x' not found\..*its gateway has ended: send the whole conversation as input",
+    ),
+    (
+        {"input": [{"type": "item_reference", "id": "msg_x_0"}]},
+        r"'x' not found\..*its gateway has ended: send the item itself",
+    ),
+    ({"input": [{"id": "msg_123"}]}, "item 'msg_123' not found: send the item itself"),
 ])  # fmt: skip
-def test_what_is_not_stored_is_not_found(gateway: StandIn, fields: dict) -> None:
-    assert "its gateway has ended" in refused(gateway, 404, **fields)
+def test_what_is_not_stored_is_not_found(gateway: StandIn, fields: dict, says: str) -> None:
+    assert re.search(says, refused(gateway, 404, **fields))
+
+
+def test_a_response_that_a_path_names_is_not_found_without_advice(gateway: StandIn) -> None:
+    for method in ("GET", "DELETE"):
+        answer = httpx.request(method, f"{gateway.url}{PATH}/resp_x")
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 404 and message.endswith("its gateway has ended"), message
+
+
+def test_a_response_too_long_to_send_is_deleted_for_another_gateway() -> None:
+    store = ResponseStore(10, 1 << 30, 60.0)
+    store.put("acme", response("long", "x" * SENT_BYTES_MAX), [])
+    ask = frames.FindResponse(1, tenant="acme", response_id="long")
+    assert answer_peer(store, ask).response is None
+    assert answer_peer(store, msgspec.structs.replace(ask, delete=True)).response is not None
+    assert not has(store, "acme", "long")
+    assert answer_peer(store, msgspec.structs.replace(ask, delete=True)).response is None
 
 
 def test_tenants_see_their_own_responses_only(tmp_path: Path) -> None:

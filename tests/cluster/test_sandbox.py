@@ -7,9 +7,11 @@ import resource
 import shutil
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
 import jinja2
+import jinja2.meta
 import pytest
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text import sandbox, templates
@@ -99,6 +101,61 @@ def test_a_template_takes_neither_all_memory_nor_all_time(tmp_path: Path, templa
     text.close()
 
 
+#: Jinja computes each when it generates code, if nothing stops it: 256 MiB in one operation.
+CONSTANTS = [
+    "{{ '%268435456d' % 1 }}",
+    "{% set x = '%268435456d' % 1 %}",
+    "{{ 'x' | center(268435456) }}",
+    "{% if 'x' | center(268435456) %}{% endif %}",
+    "{% for x in ['x' | center(268435456)] %}{% endfor %}",
+    "{% autoescape 'x' | center(268435456) %}{% endautoescape %}",
+]
+
+
+@pytest.mark.parametrize("template", CONSTANTS)
+def test_the_gateway_itself_computes_no_constants(template: str) -> None:
+    tracemalloc.start()
+    try:
+        templates.ChatTemplates(template, "").close()
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+#: Templates whose variables depend on the scope in which a name is set, or on the order.
+SCOPES = [
+    "{% set foo = 42 %}{{ bar + foo }}",
+    "{% if not date is defined %}{% set date = 'today' %}{% endif %}{{ date }}",
+    "{% set thinking = thinking if thinking is defined else true %}{{ thinking }}",
+    "{% if a %}{% set b = 1 %}{% elif c %}{% set b = 2 %}{% else %}{% set b = 3 %}{% endif %}{{ b }}",
+    "{% set b = 1 %}{% if a %}{% set b = 2 %}{% endif %}{{ b }}",
+    "{% set ns = namespace(x=0) %}{% for m in ms %}{% set ns.x = m %}{{ loop.index }}{% endfor %}",
+    "{% set lost.x = 1 %}",
+    "{% for k, v in d if v.x and y %}{{ k }}{{ z }}{% else %}{{ v }}{% endfor %}{{ k }}",
+    "{% for m in ms %}{{ later }}{% endfor %}{% set later = 1 %}",
+    "{% for m in ms %}{% set inner = m %}{% endfor %}{{ inner }}",
+    "{% macro f(a, b=c) %}{{ a ~ b ~ g() ~ f() ~ kwargs ~ varargs ~ caller() }}{% endmacro %}"
+    "{% macro g() %}{{ d }}{% endmacro %}{{ a ~ b }}",
+    "{% if tools %}{% macro f() %}{% endmacro %}{% endif %}{{ f() }}",
+    "{% macro f() %}{% endmacro %}{% call(x) f(y) %}{{ x ~ z }}{% endcall %}{{ x }}",
+    "{% filter default(a) %}{{ b }}{% endfilter %}",
+    "{% set text %}{{ a }}{% set b = 1 %}{% endset %}{{ text ~ b }}",
+    "{% with a = b, c = a %}{{ a ~ c }}{% endwith %}{{ c }}",
+    "{% autoescape true %}{% set a = 1 %}{% endautoescape %}{{ a }}",
+    "{% set a = 1 %}{% block one %}{{ a ~ self.one() ~ super() ~ b }}{% endblock %}",
+    "{% import 'x' as y %}{% from 'x' import z as w, v with context %}{{ y ~ w ~ v ~ z }}",
+    "{{ range(3) ~ namespace() ~ raise_exception('') ~ strftime_now('') }}",
+    "{% generation %}{{ a }}{% endgeneration %}{% for x in y %}{% break %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", SCOPES)
+def test_a_template_reads_the_variables_that_jinja_finds(template: str) -> None:
+    jail = sandbox.TemplateSandbox()
+    found = templates.ChatTemplates(template, "").variables
+    assert found == jinja2.meta.find_undeclared_variables(jail.parse(template))
+
+
 @pytest.mark.usefixtures("small_limits")
 def test_others_are_served_behind_one_that_was_killed(tmp_path: Path) -> None:
     template = "{% if kill %}{{ 'x'.center(10 ** 10) }}{% endif %}{{ messages[0].content }}"
@@ -133,7 +190,8 @@ def test_text_of_any_characters_comes_back_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["{{ 'x' | nothing }}", "{{ 1 is nothing }}", "{{ " + "(" * 9999]
+    "source",
+    ["{{ 'x' | nothing }}", "{{ 1 is nothing }}", "{{ " + "(" * 9999, f"{{{{ {'1' * 5000} }}}}"],
 )
 def test_what_is_no_template_is_refused_when_it_is_read(tmp_path: Path, source: str) -> None:
     with pytest.raises(WeightsError, match="does not compile"):

@@ -302,7 +302,7 @@ def test_what_a_dead_gateway_stored_is_a_clear_404(site: Site) -> None:
         assert reply.status in (404, 503), text  # 503: the other one may come back
         return text if reply.status == 404 else None
 
-    assert "send the whole conversation as input" in eventually(answered)
+    assert "its gateway has ended" in eventually(answered)
     eventually(lambda: len(gateway_ids(live)) == 2, 60)
 
 

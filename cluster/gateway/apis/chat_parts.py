@@ -14,11 +14,11 @@ from ..errors import ApiError
 from .schema import BodyPart, JsonObject, is_strict
 
 TOOLS_MAX = 128  #: OpenAI's limit.
-#: Bounds of our own: the template goes through each message and each document.
+#: Bounds that OpenAI does not have: a template goes through each message and each document.
 MESSAGES_MAX = 1000
 DOCUMENTS_MAX = 1000
 PART_TYPE_CHARS_MAX = 40  #: An error shows so many characters of a part's type that is not read.
-#: OpenAI's roles. Templates may know others, which only a strict gateway refuses.
+#: The roles that OpenAI knows. A template may know others; only a strict gateway refuses those.
 PUBLISHED_ROLES = ("system", "developer", "user", "assistant", "tool")
 #: OpenAI allows names of 64 characters, Anthropic of 128.
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -56,7 +56,8 @@ class _PastToolCall(BodyPart):
     def parsed_arguments(self) -> dict[str, Any]:
         """The arguments as an object.
 
-        A model may write others, which stay a part of the conversation: `INVALID_JSON` has them.
+        A model may write arguments that are no JSON object. They stay in the conversation, as the
+        text under the only key `INVALID_JSON`.
         """
         text = self.function.arguments
         try:
@@ -67,7 +68,10 @@ class _PastToolCall(BodyPart):
 
 
 def content_branch(content: Any) -> str:
-    """Return which branch of a union of a text and a list reads `content`, by the branch's tag."""
+    """Return the tag of the branch that reads `content`, in a union of a text and a list of parts.
+
+    What is neither has the tag of texts, and the error then says that it should be a text.
+    """
     return "#parts" if isinstance(content, list) else "#text"
 
 
@@ -114,7 +118,10 @@ class ChatMessage(BodyPart):
 
     @property
     def other_chars(self) -> int:
-        """Characters that a template may show beside the text and the calls."""
+        """How many characters a template may show beside the text and the calls.
+
+        They are those of the reasoning, of `tool_call_id` and of the name.
+        """
         texts = (self.reasoning_content or self.reasoning, self.tool_call_id, self.name)
         return sum([len(text) for text in texts if text])
 
@@ -132,8 +139,8 @@ class ChatMessage(BodyPart):
         """Return the message as chat templates read it.
 
         The arguments of calls are objects there, not text. A developer's message is the system's,
-        unless the template `knows_developers`. All other roles are left to the template. Unknown
-        fields that it reads are there (`settle_template_fields`).
+        unless the template `knows_developers`. All other roles are left to the template. Fields
+        that no model here declares are there if the template reads them (`settle_template_fields`).
         """
         role = self.role
         if role == "developer" and not knows_developers:

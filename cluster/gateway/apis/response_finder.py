@@ -21,13 +21,18 @@ from .schema import JsonObject
 #: Most bytes of a response, with the conversation if that is wanted, that go to another gateway;
 #: a frame holds 16 MiB.
 SENT_BYTES_MAX = 12 << 20
+#: What a client can do instead, by the field of the body that names what was not found.
+_ADVICE = {
+    "previous_response_id": ": send the whole conversation as input",
+    "input": ": send the item itself",
+}
 
 
 class ResponseFinder:
     """Finds the stored responses of all gateways for one of them.
 
     Each method may raise ApiError: `not_found`, or `no_capacity` if a gateway that may have the
-    response does not answer.
+    response does not answer, or if too many calls to other gateways wait for their answers.
     """
 
     def __init__(self, store: ResponseStore, peers: GatewayPeers) -> None:
@@ -38,16 +43,17 @@ class ResponseFinder:
     async def get(self, tenant: str, response_id: str, param: str | None = None) -> StoredResponse:
         """Return a response, which counts as used now.
 
-        One that another gateway has comes without its conversation. `param` is the field of the
-        body that names the response.
+        A response that another gateway has comes without its conversation. `param` is the field of
+        the body that names the response; None: it is named by the path.
         """
         return await self._find(tenant, response_id, param)
 
     async def turns(self, tenant: str, response_id: str) -> tuple[Turn, ...]:
         """Return the conversation that ends with a response.
 
-        Raises ApiError `context_length_exceeded` for one that is too long to go on. One that is
-        longer than `SENT_BYTES_MAX` and at another gateway is `not_found`.
+        Raises ApiError `context_length_exceeded` for a conversation that is too long to go on. If
+        another gateway has the conversation, and it has more than `SENT_BYTES_MAX` bytes together
+        with the response, the error is `not_found`.
         """
         stored = await self._find(tenant, response_id, "previous_response_id", with_turns=True)
         check_conversation(stored.turns)
@@ -57,6 +63,9 @@ class ResponseFinder:
         """Return an output item of a stored response."""
         # An item's id is a prefix, the id of its response and a number, joined by `_`.
         response_id = item_id.partition("_")[2].rpartition("_")[0]
+        if not response_id:  # another server's id, such as OpenAI's `msg_123`
+            message = f"item {item_id[:128]!r} not found{_ADVICE['input']}"
+            raise ApiError("not_found", message, "input")
         return output_item(await self._find(tenant, response_id, "input"), item_id)
 
     async def delete(self, tenant: str, response_id: str) -> None:
@@ -82,14 +91,16 @@ class ResponseFinder:
 def answer_peer(store: ResponseStore, frame: frames.FindResponse) -> frames.ResponseFound:
     """Return what the gateway of `store` answers another one that looks for a response.
 
-    A response that is longer than `SENT_BYTES_MAX`, with its conversation if that is wanted, is
-    answered as if it were not there: without the whole conversation nobody may go on with it.
+    A response that was there and is deleted now is answered as an empty text. One that is longer
+    than `SENT_BYTES_MAX`, with its conversation if that is wanted, does not fit into the answer,
+    which then says that it is not there.
     """
     stored = store.find(frame.tenant, frame.response_id)
     if stored is None:
         return frames.ResponseFound(frame.call_id)
     if frame.delete:
         store.delete(frame.tenant, frame.response_id)
+        return frames.ResponseFound(frame.call_id, b"")
     turns = [turn.items for turn in stored.turns] if frame.with_turns else []
     if len(stored.response) + sum(map(len, turns)) > SENT_BYTES_MAX:
         return frames.ResponseFound(frame.call_id)
@@ -97,9 +108,10 @@ def answer_peer(store: ResponseStore, frame: frames.FindResponse) -> frames.Resp
 
 
 def _not_found(response_id: str, param: str | None) -> ApiError:
+    advice = _ADVICE.get(param, "") if param else ""
     message = (
         f"Response with id {response_id[:128]!r} not found. A gateway keeps responses in its "
-        "memory for a while, so this one expired, or was not stored, or its gateway has ended: "
-        "send the whole conversation as input"
+        "memory for a while: this one expired, was deleted or not stored, is too long for its "
+        f"gateway to send to another one, or its gateway has ended{advice}"
     )
     return ApiError("not_found", message, param)

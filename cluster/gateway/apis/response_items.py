@@ -23,9 +23,9 @@ from .chat_parts import PART_TYPE_CHARS_MAX, content_branch
 from .response_tools import chat_name, custom_arguments
 from .schema import BodyPart, JsonObject
 
-#: Types of content parts whose text is read; they differ in whose text it is.
+#: Types of content parts that have a text. They differ in who wrote it, and what for.
 TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-INCOMPLETE = "incomplete"  #: The status of an item that the answer's end cut.
+INCOMPLETE = "incomplete"  #: The status of an item that lacks its end: the answer ended inside.
 
 
 def _type_of(value: Any) -> Any:
@@ -114,7 +114,7 @@ class _CallOutputItem(_Item):
 class ItemReference(_Item):
     """An item that a stored response has."""
 
-    # The caller of `read_items` replaces it by the item itself before a chat is made.
+    # `api.py` replaces each reference by the item that it names before a chat is made.
 
     type: Literal["item_reference"] = "item_reference"
     id: str
@@ -147,9 +147,10 @@ _ITEM_TYPES = (
 def _item_branch(item: Any) -> str:
     item_type = _type_of(item)
     if item_type is None and isinstance(item, dict):
-        # An item without a type is a message, as in a chat, or has nothing but an id: then it
-        # refers to another item.
-        item_type = "item_reference" if item.keys() == {"id"} else "message"
+        # An item without a type is a message, as in a chat; or the item has nothing but an id, and
+        # refers to another item. Null stands for a field that is not there.
+        fields = {name for name, value in item.items() if value is not None}
+        item_type = "item_reference" if fields == {"id"} else "message"
     if item_type not in _ITEM_TYPES:
         return "#unread"
     return "#function_call_output" if item_type.endswith("_output") else f"#{item_type}"
@@ -169,7 +170,7 @@ _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
 def read_items(text: bytes) -> list[InputItem]:
-    """Read the JSON text of items that were checked before."""
+    """Return the items of a JSON text that this gateway or another one made of checked items."""
     return _ITEMS.validate_json(text)
 
 
@@ -187,10 +188,11 @@ def user_message(text: str) -> InputItem:
 
 
 def chat_messages(items: Iterable[InputItem]) -> list[JsonObject]:
-    """Return the items as messages of a chat. No item is a reference any more.
+    """Return the items as messages of a chat. None of the items may be a reference.
 
-    Reasoning, text and calls of the assistant that follow each other become one message. A call
-    that was cut is left out, as nobody can have run it.
+    Items of the assistant that follow each other become one message as long as their order is that
+    of a message: any reasoning, then one text, then any calls. Reasoning or a text behind a text or
+    a call begins another message. A call that was cut is left out, as nobody can have run it.
     """
     messages: list[JsonObject] = []
     for item in items:
@@ -228,9 +230,10 @@ def _add_call(
 
 
 def _assistant_message(messages: list[JsonObject], ending_fields: set[str]) -> JsonObject:
-    """Return the assistant's message that the next item belongs to, which may be a new one.
+    """Return the assistant's message that the next item belongs to.
 
-    It is a new one if the last message is not the assistant's, or has one of `ending_fields`.
+    That is the last message, or a new one if the last message is not the assistant's or has one of
+    `ending_fields`.
     """
     if not messages or messages[-1]["role"] != "assistant" or messages[-1].keys() & ending_fields:
         messages.append({"role": "assistant"})

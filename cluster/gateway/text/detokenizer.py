@@ -28,8 +28,8 @@ class PieceDetokenizer:
     def __init__(self, pieces: list[str | bytes]) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        #: True while the last token's bytes begin a character that is not complete. What they hold
-        #: in front of it has come out, so a part of the token's text may be out, and a part not.
+        #: True while the bytes so far end inside a character. If the last token also completed text
+        #: in front of that character, that text is out already, and the rest of the token is not.
         self.inside_character = False
 
     def feed(self, token_ids: list[int]) -> str:
@@ -66,8 +66,8 @@ class LibraryDetokenizer:
     context. `hidden_ids` are special tokens that are no text.
     """
 
-    #: As of `PieceDetokenizer`, but never True, even while ids are held back: the text of a token
-    #: comes out whole or not at all here.
+    #: As of `PieceDetokenizer`, but never True, even while ids are held back: here the text of a
+    #: token comes out whole or not at all.
     inside_character = False
 
     def __init__(self, tokenizer: Tokenizer, hidden_ids: frozenset[int]) -> None:

@@ -7,9 +7,8 @@ class StopStringFilter:
     """Watches the text of one answer for the first of several stop strings.
 
     The first one is the one that ends first. Of several that end at the same character the longest
-    counts. No character of a stop string
-    comes out, unless `keep_stop` is True: then it is the end of the text. Text that may still
-    become a stop string is held back.
+    counts. No character of that stop string comes out, unless `keep_stop` is True: then it is the
+    end of the text. Text that may still become a stop string is held back.
     """
 
     def __init__(self, stops: tuple[str, ...], keep_stop: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Chat templates, rendered in processes of their own (`limited`).
 
 A template comes with a checkpoint, from a stranger, and one operation of it can take any amount of
-memory or time (`'%99999999d' % 1`, `center`, `a ~ a` in a loop). The gateway only parses it, which
-takes time by its length; compiling already computes constants, so that happens in the process too.
+memory or time (`'%99999999d' % 1`, `center`, `a ~ a` in a loop). The gateway only parses it and
+looks through its tree, which takes time by its length. Compiling already computes constants, so
+that happens in the process too.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jinja2
-import jinja2.meta
 import jinja2.nodes
 
 from .limited import LimitedProcesses, ProcessLimits, RefusedError, serve
 from .sandbox import LIMIT_CHARS, LIMIT_S, TemplateSandbox
 from .template_reading import TemplateFields, template_fields_of
+from .template_variables import template_variables_of
 
 #: A rendering over its limit of time ends by itself where it can, and says so. Else its process is
 #: killed, so much later.
@@ -121,9 +122,11 @@ def _check(sandbox: TemplateSandbox, source: str) -> tuple[set[str], TemplateFie
             if node.name not in known_names:
                 kind = "filter" if is_filter else "test"
                 raise jinja2.TemplateError(f"no {kind} named {node.name!r}")
-        return jinja2.meta.find_undeclared_variables(tree), template_fields_of(tree)
+        return template_variables_of(tree, sandbox.globals), template_fields_of(tree)
     except RecursionError:
         raise jinja2.TemplateError("it is nested too deeply") from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise jinja2.TemplateError(str(error)) from None
 
 
 def _make_renderer(setup: bytes) -> Callable[[bytes], bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ _TYPE_NAMES: dict[type, set[str]] = {
 }
 #: Python's constants, which models write where JSON has its own.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+#: A string in a literal of Python or JSON; its first group is the quotes that open it.
+_STRING = re.compile(r"""("{3}|'{3}|"|')(?:\\.|(?!\1)[^\\])*+\1""", re.DOTALL)
+_ESCAPE_OR_LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)
+_ESCAPED_LINE_BREAKS = {"\n": r"\n", "\r": r"\r"}
 
 
 class ArgumentWriter:
@@ -102,18 +107,37 @@ def json_of_text(text: str, types: set[str]) -> str:
 
 
 def json_of_python(text: str) -> str:
-    """Return the JSON text of a literal of Python or JSON; a string of the text if it is none."""
-    candidate = _CONSTANTS.get(text.strip(), text.strip())
+    """Return the JSON text of a literal of Python or JSON; a string of the text if it is none.
+
+    A string in the literal may have line breaks as they are. Models write such strings, and neither
+    language allows them between single or double quotes.
+    """
+    literal = _STRING.sub(_with_escaped_line_breaks, text.strip())
+    candidate = _CONSTANTS.get(literal, literal)
     try:
         json.loads(candidate, parse_constant=_refuse_constant)
         return candidate
     except (ValueError, RecursionError):
         pass
     try:
-        value = ast.literal_eval(text.strip())
+        value = ast.literal_eval(literal)
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return json_string(text.strip())
     return _json_of_value(value) or json_string(text.strip())
+
+
+def _with_escaped_line_breaks(string: re.Match[str]) -> str:
+    """Return a string of a literal with its line breaks escaped, where they could not be read.
+
+    A line break may stand between three quotes, and behind a backslash. A string with a prefix, as
+    in `r"a"`, is left as it is: an escape may mean something else in such a string.
+    """
+    has_prefix = string.start() > 0 and string.string[string.start() - 1].isalpha()
+    if has_prefix or len(string[1]) > 1:
+        return string.group()
+    return _ESCAPE_OR_LINE_BREAK.sub(
+        lambda found: _ESCAPED_LINE_BREAKS.get(found.group(), found.group()), string.group()
+    )
 
 
 def _python_value(text: str) -> Any:

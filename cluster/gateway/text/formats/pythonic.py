@@ -16,15 +16,16 @@ import re
 
 from .arguments import json_of_python
 from .json_calls import PYTHON_TAG, read_objects
-from .parts import PartKind
+from .parts import CallFlaw, PartKind
 from .reader import AnswerReader, Markers, Reading, json_string
 
 PYTHON_START = "<|python_start|>"
 PYTHON_END = "<|python_end|>"
 FENCE_OPEN = "```tool_code"
 FENCE_CLOSE = "```"
-#: A longer text without its bracket is not waited for as the beginning of a call.
-NAME_CHARS_MAX = 128
+#: Only so many characters are looked at for the beginning of a call, up to its bracket, whatever
+#: pieces they come in: a call must not be announced or not by how its text was cut.
+CALL_BEGINNING_CHARS_MAX = 1024
 _CALL_BEGINNING = re.compile(r"\s*(?P<name>[A-Za-z_][\w.\-]*)\s*\(")
 #: What may become the beginning of a call with more text.
 _POSSIBLE_BEGINNING = re.compile(r"\s*(?:[A-Za-z_][\w.\-]*\s*)?")
@@ -45,16 +46,24 @@ def read_llama4(reader: AnswerReader) -> Reading[None]:
     if reader.buffer.startswith("{"):
         yield from read_objects(reader, opening, separators="; \t\r\n")
         return
-    yield from _read_calls_or_content(reader, opening)
+    opening += yield from reader.takes("[")
+    if opening.endswith("[") and (yield from _read_calls(reader, in_list=True)):
+        yield from _read_behind_list(reader)
+        return
+    if opening.rstrip("[").strip():  # behind a marker there should have been calls
+        reader.flaws.append(CallFlaw.UNREAD)
+    reader.buffer = opening + reader.buffer
+    yield from reader.release_content()
 
 
 def read_gemma3(reader: AnswerReader) -> Reading[None]:
     """Read an answer that is calls, with content in front of a fence of them or not."""
-    space = yield from reader.skip_space()
-    if reader.buffer.startswith("["):  # a list without a fence
-        yield from _read_calls_or_content(reader, space)
+    opening = yield from reader.skip_space()
+    opening += yield from reader.takes("[")
+    if opening.endswith("[") and (yield from _read_calls(reader, in_list=True)):
+        yield from _read_behind_list(reader)  # the list had no fence
         return
-    reader.buffer = space + reader.buffer
+    reader.buffer = opening + reader.buffer
     while (yield from reader.release_until(Markers(FENCE_OPEN), PartKind.CONTENT)):
         opening = FENCE_OPEN + (yield from reader.skip_space())
         list_opening = yield from reader.takes("[")
@@ -66,18 +75,10 @@ def read_gemma3(reader: AnswerReader) -> Reading[None]:
         yield from reader.takes(FENCE_CLOSE)
 
 
-def _read_calls_or_content(reader: AnswerReader, opening: str) -> Reading[None]:
-    """Read a list of calls and what is behind it, or content if the answer is no such list.
-
-    `opening` is the text that was taken in front of the list.
-    """
-    list_opening = yield from reader.takes("[")
-    if list_opening and (yield from _read_calls(reader, in_list=True)):
-        yield from reader.skip_space()
-        yield from reader.takes(PYTHON_END)
-        yield from reader.release_content()
-        return
-    reader.buffer = opening + list_opening + reader.buffer
+def _read_behind_list(reader: AnswerReader) -> Reading[None]:
+    """Read the end marker of a list of calls, if there is one, and the content behind it."""
+    yield from reader.skip_space()
+    yield from reader.takes(PYTHON_END)
     yield from reader.release_content()
 
 
@@ -98,8 +99,10 @@ def _read_calls(reader: AnswerReader, *, in_list: bool) -> Reading[bool]:
         if not is_whole or not in_list:
             break
         yield from reader.skip_space()
-        if not (yield from reader.takes(",")):
-            yield from reader.takes("]")
+        has_comma = yield from reader.takes(",")
+        if has_comma:
+            yield from reader.skip_space()
+        if (yield from reader.takes("]")) or not has_comma:
             break
     return has_calls
 
@@ -107,14 +110,14 @@ def _read_calls(reader: AnswerReader, *, in_list: bool) -> Reading[bool]:
 def _read_beginning(reader: AnswerReader) -> Reading[str]:
     """Take a name and its bracket, and return the name; empty if no call of a function begins."""
     while True:
-        beginning = _CALL_BEGINNING.match(reader.buffer)
+        beginning = _CALL_BEGINNING.match(reader.buffer, 0, CALL_BEGINNING_CHARS_MAX)
         if beginning is not None:
             if beginning["name"] not in reader.function_names:
                 return ""
             reader.take(beginning.end())
             return beginning["name"]
         is_possible = _POSSIBLE_BEGINNING.fullmatch(reader.buffer) is not None
-        if not is_possible or len(reader.buffer) > NAME_CHARS_MAX:
+        if not is_possible or len(reader.buffer) >= CALL_BEGINNING_CHARS_MAX:
             return ""
         if not (yield from reader.more()):
             return ""
@@ -183,12 +186,17 @@ def _hold_value(reader: AnswerReader) -> Reading[tuple[str, str]]:
 class _LiteralScanner:
     """Finds the end of a literal of Python in a text that comes in pieces.
 
-    It follows brackets and strings in one quote; brackets in strings do not count.
+    It follows brackets, and strings between one or three quotes; brackets in strings do not count.
     """
 
     def __init__(self) -> None:
         self._open_brackets: list[str] = []  #: What closes those that are open, innermost last.
-        self._quote = ""  #: What closes the string that is open; empty outside of strings.
+        #: What closes the string that is open: its quote, once or three times. Empty outside.
+        self._closing = ""
+        #: So many of the last characters are the quote that opened the string. One may begin three,
+        #: and two are an empty string or begin three. 0: it is known what closes the string.
+        self._opening_quotes = 0
+        self._closing_quotes = 0  #: So many of the last characters may belong to what closes it.
         self._is_escaped = False  #: The next character is behind a backslash.
 
     def find_end(self, text: str, start: int) -> int | None:
@@ -198,14 +206,11 @@ class _LiteralScanner:
         """
         for position in range(start, len(text)):
             character = text[position]
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._quote:
-                self._is_escaped = character == "\\"
-                if character == self._quote:
-                    self._quote = ""
-            elif character in "\"'":
-                self._quote = character
+            if self._takes_as_string(character):
+                continue
+            if character in "\"'":
+                self._closing = character
+                self._opening_quotes = 1
             elif self._open_brackets:
                 if character in _BRACKETS:
                     self._open_brackets.append(_BRACKETS[character])
@@ -216,3 +221,31 @@ class _LiteralScanner:
             elif character in ",)":
                 return position
         return None
+
+    def _takes_as_string(self, character: str) -> bool:
+        """Take a character of the string that is open. Return False for one outside of strings."""
+        if not self._closing:
+            return False
+        if self._opening_quotes:
+            if character == self._closing:
+                self._opening_quotes += 1
+                if self._opening_quotes == 3:
+                    self._closing *= 3
+                    self._opening_quotes = 0
+                return True
+            was_empty = self._opening_quotes == 2
+            self._opening_quotes = 0
+            if was_empty:
+                self._closing = ""
+                return False
+        if self._is_escaped:
+            self._is_escaped = False
+        elif character == self._closing[0]:
+            self._closing_quotes += 1
+            if self._closing_quotes == len(self._closing):
+                self._closing = ""
+                self._closing_quotes = 0
+        else:
+            self._closing_quotes = 0
+            self._is_escaped = character == "\\"
+        return True

@@ -248,6 +248,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_the_pages_model_gives_the_logits_of_transformers(tmp_path: Path) -> None:
     changes = changes_of("Add a Llama-like model")
     assert {change.path for change in changes} == {"engine/spec.py"}

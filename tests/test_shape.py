@@ -73,6 +73,7 @@ def test_packages_in_pyproject_are_those_in_the_tree() -> None:
     assert listed == found | data
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_model_and_nothing_but_diptych(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT]
     subprocess.run([str(part) for part in command], check=True, capture_output=True)

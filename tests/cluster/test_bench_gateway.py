@@ -168,6 +168,7 @@ def test_wrong_options_are_refused(wrong: list[str]) -> None:
     assert CliRunner().invoke(app, ["bench", "gateway", *wrong]).exit_code == 2
 
 
+@pytest.mark.slow
 def test_prompts_have_about_the_tokens_that_they_claim() -> None:
     rows = prompts.measure(CHECKPOINT)
     assert [one["kind"] for one in rows] == ["fresh", "history"]

@@ -135,6 +135,7 @@ def examine(gateway: StandIn, seed: int, examples: int) -> Counter[int]:
     return seen
 
 
+@pytest.mark.slow
 def test_requests_made_from_the_document_meet_what_it_says(gateway: StandIn) -> None:
     seen = examine(gateway, 1, 200)
     assert seen[200] and seen[400] and not gateway.model._live, seen

@@ -19,7 +19,13 @@ from diptych.protos.frames import Sampling
 
 from tests.support.checkpoints import make
 
-SHAPES = [(128, 384), (768, 256), (1024, 2048), (1024, 5632), (2816, 1024)]
+SHAPES = [
+    (128, 384),
+    (768, 256),
+    (1024, 2048),
+    pytest.param(1024, 5632, marks=pytest.mark.slow),
+    (2816, 1024),
+]
 
 
 def layer(inputs: int, outputs: int, bias: bool = False) -> Linear:

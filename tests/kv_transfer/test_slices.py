@@ -163,6 +163,7 @@ def many(test):
 FEW = Case(4, 4, 4, "bfloat16", (2, 1), (64, 128), (2, 4), 130, 1)
 
 
+@pytest.mark.slow
 @many
 @example(FEW)
 @given(cases())

@@ -70,6 +70,7 @@ def _verified(action: Any) -> Any:
     return ChunkVerified(action.ticket_id, action.chunk.chunk_number, True)
 
 
+@pytest.mark.slow
 def test_a_seed_plays_the_same_way_again() -> None:
     command = [sys.executable, "-m", "tests.simcluster.run", "--replay", "5"]
     environment = os.environ | {"PYTHONHASHSEED": "0"}

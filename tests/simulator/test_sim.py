@@ -93,6 +93,7 @@ def test_every_request_ends_on_every_split(split):
     )
 
 
+@pytest.mark.slow
 def test_a_light_load_is_met_and_a_heavy_one_is_not():
     trace = load_trace("synthetic:200")
     assert summarize(outcomes(rate=4.0, trace=trace)).attainment > 0.97

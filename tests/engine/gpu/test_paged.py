@@ -24,6 +24,7 @@ def run(attention, q, cache, made, window=None) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     spans=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 330)), min_size=1, max_size=3),

@@ -72,7 +72,14 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["spread", "ties", "flat"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "spread",
+        pytest.param("ties", marks=pytest.mark.slow),
+        pytest.param("flat", marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_gets_the_id_of_the_cpu_sampler(pipeline: DecodePipeline, kind: str) -> None:
     samplings = [*PUBLISHED, *OTHERS]
     logits = torch.randn(len(samplings), VOCAB) * 3
@@ -84,6 +91,7 @@ def test_a_row_gets_the_id_of_the_cpu_sampler(pipeline: DecodePipeline, kind: st
     assert device == host
 
 
+@pytest.mark.slow
 def test_nuclei_end_where_the_cpu_samplers_end(pipeline: DecodePipeline) -> None:
     """Many seeds find every id that is inside, so both have the same ones but for the border."""
     logits = torch.randn(1, VOCAB) * 2

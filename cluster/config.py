@@ -1,14 +1,16 @@
-"""The configuration of a cluster: one typed tree, loaded from one YAML file.
+"""The configuration of a cluster: one typed tree, loaded from one YAML file and single values.
 
-The tree is checked as a whole when it is loaded, so a process that starts has a configuration that
-works together. The shells of the processes read the tree; each pure core gets a small dataclass of
-its own that is made from it (`router_config`, `planner_config`, `engine_config`).
+The tree is checked as a whole when it is loaded, so that settings which do not work together are
+refused before a process starts. The shells of the processes read the tree; each pure core gets a
+small dataclass of its own that is made from it (`router_config`, `planner_config`,
+`engine_config`).
 
 A field's unit is in its name (`_ms`, `_s`, `_mib`), and its dotted path is its key: `slo.itl_ms`.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -23,6 +25,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from ..engine.options import (
     BLOCK_TOKENS,
@@ -38,7 +41,7 @@ from ..protos.targets import TtftTarget, parse_cached
 from .model_entries import MODEL_SECTIONS, complete_entries, find_repeated, slug_of
 
 Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _checked_target(text: str) -> str:
@@ -46,13 +49,25 @@ def _checked_target(text: str) -> str:
     return str(TtftTarget.parse(text))
 
 
+def _checked_origin(text: str) -> str:
+    """Return an origin as browsers send it. Raises ValueError."""
+    if text != text.lower():
+        raise ValueError(f"browsers send origins in lower case: {text.lower()}")
+    return text
+
+
 #: A TTFT target such as `2s`, `max(1s, 3x)` or `500ms + 300ms/1k` (`protos/targets.py`).
 TargetText = Annotated[str, AfterValidator(_checked_target)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FormatName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,40}$")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200)]
-#: `*`, or a scheme and a host with an optional port and without a path, as browsers send it.
-Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s*]+)$")]
+#: `*`; a scheme and a host with an optional port and without a path, as browsers and apps send it
+#: (`https://ui.example`, `tauri://localhost`); or `null`, which pages without an origin send.
+Origin = Annotated[
+    str,
+    Field(pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s*]+)$"),
+    AfterValidator(_checked_origin),
+]
 #: `*`, a host's name, or `*.` and a domain.
 HostName = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*)$")]
 #: The share of the ITL target (the time between two tokens of an answer) that an engine's step may
@@ -167,6 +182,14 @@ class PoolConfig(ConfigSection):
         nobody could order the size that the pool has.
         """
         return min(self.min_replicas, self.replicas)
+
+    @property
+    def replicas_maximum(self) -> int:
+        """How many replicas the pool may have: `max_replicas`, or `replicas` if that is more.
+
+        The reason is that of `replicas_minimum`.
+        """
+        return max(self.max_replicas, self.replicas)
 
 
 class PoolsConfig(ConfigSection):
@@ -298,6 +321,8 @@ class SloConfig(ConfigSection):
     def _check(self) -> Self:
         if self.ttft is not None and self.ttft_ms is not None:
             raise ValueError("ttft and ttft_ms are both set, and say the same thing: keep one")
+        if self.ttft_ms is not None:
+            _checked_target(str(self.ttft_target))  # the router reads what is printed
         return self
 
     @property
@@ -378,8 +403,8 @@ class GatewaySettings(ConfigSection):
     #: client may come back for the rest (`resume_s`).
     unread_mib: Count = 1
     #: What all answers of a gateway may take of its memory, in MiB: tokens of those that run, what
-    #: clients have not read, and what is kept for clients that come back, which has a quarter of it.
-    #: Above it these are given up; if that is not enough, new requests are refused.
+    #: clients have not read, and what is kept for clients that come back, which has a quarter of it
+    #: for each model. Above it these are given up; if that is not enough, new requests are refused.
     answers_mib: Count = 256
     #: How many responses of `/v1/responses` a gateway keeps for `previous_response_id`; 0: none.
     stored_responses: Annotated[int, Field(ge=0)] = 4096
@@ -404,11 +429,12 @@ class GatewaySettings(ConfigSection):
             )
         if self.tls_cert and self.listen == "serve":
             raise ValueError("Serve's gRPC proxies know no TLS: no tls_cert, or listen: gateway")
-        if "*" in (self.origins or ()) and not self.asks_for_keys:
-            raise ValueError(
-                "origins: * without keys lets every web page use the models: name the origins, or "
-                "set api_keys_file"
-            )
+        for origin in ("*", "null"):  # any page can be without an origin, in a frame
+            if origin in (self.origins or ()) and not self.asks_for_keys:
+                raise ValueError(
+                    f"origins: {origin} without keys lets every web page use the models: name the "
+                    "origins, or set api_keys_file"
+                )
         return self
 
     @model_validator(mode="before")
@@ -718,10 +744,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(tree)
     except ValidationError as error:
-        lines = [
-            _describe_mistake(mistake["loc"], mistake["msg"].lower(), mistake["input"])
-            for mistake in error.errors()
-        ]
+        lines = [_describe_mistake(mistake) for mistake in error.errors()]
         raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(lines)) from None
 
 
@@ -740,7 +763,7 @@ def _read_tree(path: Path) -> dict[str, Any]:
 
 def _override(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key in the tree, which may lack the key's sections."""
-    *section_names, name = key.split(".")
+    *section_names, name = _split_key(tree, key)
     section = tree
     for section_name in section_names:  # sections may lie in sections
         section = section.setdefault(section_name, {})
@@ -749,14 +772,43 @@ def _override(tree: dict[str, Any], key: str, value: Any) -> None:
     section[name] = value
 
 
-def _describe_mistake(place: tuple[int | str, ...], message: str, value: Any) -> str:
-    """Return one line about a mistake; the whole tree and the secret are never repeated.
+def _split_key(tree: dict[str, Any], key: str) -> list[str]:
+    """Return the names in a dotted key. A model's name may have dots: the longest one counts."""
+    section_name, _, rest = key.partition(".")
+    entries = tree.get(section_name)
+    if section_name != "models" or not isinstance(entries, dict):
+        return key.split(".")
+    names = [str(name) for name in entries if f"{rest}.".startswith(f"{name}.")]
+    if not names:
+        return key.split(".")
+    model_name = max(names, key=len)
+    names_below = rest[len(model_name) + 1 :]
+    return [section_name, model_name, *(names_below.split(".") if names_below else [])]
 
-    `place` is the path of keys to the mistake; it is empty if the tree as a whole is wrong.
+
+def _describe_mistake(mistake: ErrorDetails) -> str:
+    """Return one line about a mistake, without what may be the secret or contain it.
+
+    So the value is repeated only if its key is known, and if it is a single value. A mistake of the
+    tree as a whole has no key.
     """
-    if not place or place[0] == "secret":
-        return ": ".join([*map(str, place), message])
-    return f"{'.'.join(map(str, place))}: {message} (got {value!r})"
+    place = mistake["loc"]
+    value = mistake["input"]
+    message = describe_message(mistake)
+    line = ": ".join([".".join(map(str, place)), message] if place else [message])
+    is_repeated = (
+        place
+        and "secret" not in place
+        and mistake["type"] != "extra_forbidden"
+        and not isinstance(value, dict | list | tuple)
+    )
+    return f"{line} (got {value!r})" if is_repeated else line
+
+
+def describe_message(mistake: ErrorDetails) -> str:
+    """Return what pydantic says of a mistake, to stand behind a key; its names stay as they are."""
+    message = mistake["msg"]
+    return message[:1].lower() + message[1:]
 
 
 def parse_overrides(pairs: list[str]) -> dict[str, Any]:
@@ -765,9 +817,13 @@ def parse_overrides(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, sign, value = pair.partition("=")
         if not sign or not key:
-            raise ConfigError(f"--set {pair}: expected KEY=VALUE, for example router.queue_max=64")
+            # What stands behind the key is not repeated: it may be the secret.
+            first_word = re.split(r"[:=\s]", pair, maxsplit=1)[0]
+            raise ConfigError(
+                f"--set {first_word}: expected KEY=VALUE, for example router.queue_max=64"
+            )
         try:
             values[key] = yaml.safe_load(value)
         except yaml.YAMLError:
-            raise ConfigError(f"--set {pair}: the value is not valid YAML") from None
+            raise ConfigError(f"--set {key}: the value is not valid YAML") from None
     return values

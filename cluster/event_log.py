@@ -1,14 +1,15 @@
 """The router's events on disk, for `diptych replay`: two files, the newer and the older one.
 
 A file is lines of JSON: a head, the events that rebuild the router as it was when the file began,
-and then every event as the router got it. So each file can be replayed alone. A disk that takes
-nothing stops the recording for a minute, not the router.
+and then every event as the router got it. So each file can be replayed alone. A write that fails
+stops the recording for a minute, not the router; what was recorded before stays, in whole lines.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,19 +23,22 @@ log = logging.getLogger(__name__)
 PAUSE_S = 60.0  #: without recording, after a write that failed
 FILE_NAME = "router.jsonl"
 OLD_SUFFIX = ".old.jsonl"  #: The older file is `router.old.jsonl`.
+NEW_SUFFIX = ".new.jsonl"  #: A file has this name until its beginning is complete.
+READ_BYTES = 1 << 16  #: At a time, to find the last line of a file.
 
 
 class EventLog:
     """Writes what the router hears. Both files together take about `size_limit_bytes` at most.
 
-    A file's beginning, the state of the router with all cached prefixes that it knows, counts but
-    is not cut: half of the limit has to be well above its size, or every event begins a file.
+    A file's beginning is the state of the router with all cached prefixes that it knows, and counts
+    but is not cut. Where it takes more than a quarter of the limit, the file may grow to twice its
+    beginning, so that not every event begins a file.
     """
 
     def __init__(self, folder: Path, size_limit_bytes: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / FILE_NAME
         self._file_limit_bytes = size_limit_bytes // 2
+        self._next_file_at_bytes = 0  #: The present file is not to grow beyond this.
         self._file: BinaryIO | None = None  #: None before the first event and after a failed write
         self._paused_until = -math.inf  #: on the monotonic clock
 
@@ -48,7 +52,7 @@ class EventLog:
         if line is None or now < self._paused_until:
             return
         try:
-            if self._file is None or self._file.tell() + len(line) > self._file_limit_bytes:
+            if self._file is None or self._file.tell() + len(line) > self._next_file_at_bytes:
                 self._begin_file(router, now)
             assert self._file
             self._file.write(line)
@@ -56,16 +60,42 @@ class EventLog:
             self._pause(error)
 
     def _begin_file(self, router: Router, now: float) -> None:
-        """Make the file the older one, and begin a new one that can be replayed alone."""
-        if self._file:
-            self._file.close()
-        if self._path.exists():
-            self._path.replace(self._path.with_suffix(OLD_SUFFIX))
-        self._file = self._path.open("wb")
-        self._file.write(replay.encode_head(router, now))
-        for event in replay.snapshot(router):
-            self._file.write(replay.encode_event(event, now) or b"")
-        self._file.flush()
+        """Make the file the older one, and begin a new one that can be replayed alone.
+
+        Raises OSError; then both files are as they were.
+        """
+        # The folder may be new, or its volume may have come back.
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        new_path = self._path.with_suffix(NEW_SUFFIX)
+        try:
+            file = self._write_beginning(new_path, router, now)
+            if self._file:
+                self._file.close()
+            elif self._path.exists():
+                _cut_half_line(self._path)  # of a router that was killed
+            if self._path.exists():
+                self._path.replace(self._path.with_suffix(OLD_SUFFIX))
+            new_path.replace(self._path)
+        except OSError:
+            with suppress(OSError):
+                new_path.unlink(missing_ok=True)
+            raise
+        self._file = file
+        self._next_file_at_bytes = max(self._file_limit_bytes, 2 * file.tell())
+
+    def _write_beginning(self, path: Path, router: Router, now: float) -> BinaryIO:
+        """Write a file's head and the router's state; return the file. Raises OSError."""
+        file = path.open("wb")
+        try:
+            file.write(replay.encode_head(router, now))
+            for event in replay.snapshot(router):
+                file.write(replay.encode_event(event, now) or b"")
+            file.flush()
+        except OSError:
+            with suppress(OSError):  # what its buffer holds cannot be written either
+                file.close()
+            raise
+        return file
 
     def flush(self) -> None:
         """Hand what was written to the kernel."""
@@ -83,3 +113,23 @@ class EventLog:
         with suppress(OSError):  # what its buffer holds cannot be written either
             self._file.close()
         self._file = None
+        with suppress(OSError):
+            _cut_half_line(self._path)
+
+
+def _cut_half_line(path: Path) -> None:
+    """Cut off what stands behind the last whole line: a replay would refuse the file for it.
+
+    Raises OSError.
+    """
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - READ_BYTES)
+            file.seek(begin)
+            line_end = file.read(end - begin).rfind(b"\n") + 1
+            if line_end:
+                file.truncate(begin + line_end)
+                return
+            end = begin
+        file.truncate(0)

@@ -52,7 +52,8 @@ def _complete_entry(defaults: dict[str, Any], entry: Any) -> Any:
         return {**defaults, "model": {"path": entry}}
     if not isinstance(entry, dict):
         return entry
-    return merged(_without_other_ttft(defaults, entry), entry)
+    defaults = _without_other_ttft(defaults, entry)
+    return merged(_without_other_engine(defaults, entry), entry)
 
 
 def _without_other_ttft(defaults: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +66,16 @@ def _without_other_ttft(defaults: dict[str, Any], entry: dict[str, Any]) -> dict
         return defaults
     kept = {name: value for name, value in defaults["slo"].items() if name not in TTFT_SETTINGS}
     return {**defaults, "slo": kept}
+
+
+def _without_other_engine(defaults: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults without vLLM's arguments if the entry has another engine."""
+    engine = entry.get("engine")
+    names_other = isinstance(engine, dict) and engine.get("kind", "vllm") != "vllm"
+    if not names_other or "engine" not in defaults:
+        return defaults
+    kept = {name: value for name, value in defaults["engine"].items() if name != "vllm"}
+    return {**defaults, "engine": kept}
 
 
 def merged(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:

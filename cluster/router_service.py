@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 TICK_LIMIT_S = 0.25
 TICK_MINIMUM_S = 0.005  #: Shortest sleep, so that a wake that is overdue leaves time for frames.
 GATEWAY_LIMIT_S = 1.0  #: Gateways have so long to answer a call for statistics, or to close.
+#: For spans that were not sent yet when the router ends: the next router waits for that.
+SPANS_LIMIT_S = 1.0
 #: Latest decisions, one for each attempt, that the recent percentiles are made of.
 RECENT_REQUESTS = 200
 
@@ -69,14 +71,24 @@ class RouterService:
         self._address = await self._listener.start(node_host())
         observability = self.config.observability
         logs.configure(observability.log, "router")
-        tracer = tracer_of(observability, "router", f"router/{self.router.term}")
-        self._routes = RoutingSpans(tracer) if tracer else None
+        self._tracer = tracer_of(observability, "router", f"router/{self.router.term}")
+        self._routes = RoutingSpans(self._tracer) if self._tracer else None
         self._tally = RouterTally(self.router)  #: Passes events to the router, and measures it.
         labels = {"model": self.config.model.name or ""}
         self._metrics = Exporter(observability, labels, self._tally.rows)
         await self._metrics.start(node_host())
         self._clock = asyncio.get_running_loop().create_task(self._keep_time())
-        drain_on_sigterm(self._end)
+        self._ending: asyncio.Task[None] | None = None  #: Once Serve or SIGTERM ends the router.
+        drain_on_sigterm(self.__del__)
+
+    async def __del__(self) -> None:
+        """End the router. Serve awaits this before the replica ends, and SIGTERM calls it.
+
+        Whoever comes second waits for the first.
+        """
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
         """Leave the field to the next router: its peers tell that one what they have."""
@@ -85,6 +97,10 @@ class RouterService:
             peer.abort()
         if self._log:
             self._log.flush()
+        if self._tracer:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SPANS_LIMIT_S):
+                    await asyncio.to_thread(self._tracer.close)
 
     def reconfigure(self, _: Values) -> None:
         """Take the deployment's `user_config`, which is for gateways and Control to read in Serve.

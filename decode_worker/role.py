@@ -112,8 +112,9 @@ class DecodeRole:
 
         `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
         there are tiers below the pool. `deadline_s` is when the first token is due, by the same
-        clock for all attempts of this worker. Of the new prompts that wait, the one with the lowest
-        `deadline_s` is computed first; 0 is no deadline, so such a prompt goes before all others.
+        clock for all attempts of this worker; 0: no deadline. The engine computes preempted prompts
+        first, then the new one with the lowest `deadline_s`; a prompt without a deadline counts as
+        urgent. Prompts whose deadline has passed go last.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:

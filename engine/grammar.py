@@ -201,22 +201,49 @@ def _lark_of_tags(tags: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> st
         start = f"({names})+ TEXT" if tags["at_least_one"] else f"({names})* TEXT"
     rules = [f"start: {start}", f"TEXT: {ANY_TEXT}"]
     for number, structure in enumerate(tags["structures"]):
-        trigger = structure["trigger"]
-        trigger_terms = lark_terms(trigger, tokenizer)
+        trigger = _whole_trigger(structure["begin"], structure["trigger"], tokenizer)
+        first_term, *further_terms = _terms_of(trigger, tokenizer)
         begin = lark_terms(structure["begin"].removeprefix(trigger), tokenizer)
         end = lark_terms(structure["end"], tokenizer)
-        if trigger_terms.startswith('"'):
+        if not first_term.startswith('"'):
+            rules.append(f"trigger_{number}: TEXT {' '.join([first_term, *further_terms])}")
+        elif not further_terms:
             # Lazy, so that no text in front of the structure has the trigger.
-            rules.append(f"trigger_{number}[lazy]: TEXT {trigger_terms}")
+            rules.append(f"trigger_{number}[lazy]: TEXT {first_term}")
         else:
-            rules.append(f"trigger_{number}: TEXT {trigger_terms}")
+            # One terminal up to the special token, which alone ends it: TEXT by itself would take
+            # the trigger's own text, and a lazy rule admits no special token.
+            rules.append(f"HEAD_{number}: TEXT {first_term}")
+            rules.append(f"trigger_{number}: HEAD_{number} {' '.join(further_terms)}")
         rules.append(f"tag_{number}: trigger_{number} {begin} schema_{number} {end}")
         rules.append(f"schema_{number}: %json {json.dumps(structure['schema'])}")
     return "\n".join(rules)
 
 
+def _whole_trigger(begin: str, trigger: str, tokenizer: llguidance.LLTokenizer) -> str:
+    """Return the trigger that `begin` begins with, longer if it ends inside of a special token.
+
+    The text of such a trigger would never be there, as a model writes the token as a whole.
+    """
+    wanted_bytes = len(trigger.encode())
+    text = b""
+    for token_id in tokenizer.tokenize_str(begin, parse_special=True):
+        if len(text) >= wanted_bytes:
+            break
+        text += tokenizer.decode_bytes([token_id])
+        if tokenizer.is_special_token(token_id) and len(text) > wanted_bytes:
+            # Tokens that take white space beside them have other bytes than the text.
+            return text.decode() if begin.encode().startswith(text) else trigger
+    return trigger
+
+
 def lark_terms(text: str, tokenizer: llguidance.LLTokenizer) -> str:
     """Return Lark's terms for a text; its special tokens become `<[ID]>`. Empty for no text."""
+    return " ".join(_terms_of(text, tokenizer))
+
+
+def _terms_of(text: str, tokenizer: llguidance.LLTokenizer) -> list[str]:
+    """Return Lark's terms for a text: JSON texts of what is ordinary, `<[ID]>` of what is not."""
     terms = []
     ordinary_ids: list[int] = []
     for token_id in [*tokenizer.tokenize_str(text, parse_special=True), None]:
@@ -228,7 +255,7 @@ def lark_terms(text: str, tokenizer: llguidance.LLTokenizer) -> str:
             ordinary_ids = []
         if token_id is not None:
             terms.append(f"<[{token_id}]>")
-    return " ".join(terms)
+    return terms
 
 
 def _with_prefix(source: str, prefix: str) -> str:

@@ -11,8 +11,9 @@
 `engine.scheduler` plans by the predictions how much prefill fits beside decode.
 
 Both fits forget old steps (`FORGETTING_FACTOR`) and have no negative factor. A step that took much
-more or less than predicted counts as `OUTLIER_RATIO` times the prediction, so a single pause moves
-the model little, and a real change still gets through within a few steps.
+more than predicted counts as `OUTLIER_RATIO` times the prediction, one that took much less as the
+prediction divided by it. So a single pause moves the model little, and a real change still gets
+through within a few steps.
 
 The predictions are means. `StepCost.tail_ratio` is how much longer than predicted a slow step
 takes: `TAIL_QUANTILE` of the last `TAIL_STEPS` steps with both kinds of work stayed below it. Only
@@ -61,7 +62,7 @@ def attended_pairs(tokens: int, start: int) -> int:
 
 
 class LeastSquaresFit:
-    """y = factors . x with factors >= 0, by least squares over the points added, newest first.
+    """y = factors . x with factors >= 0, by least squares; newer points have more weight.
 
     With age = number of points added since, and before = the factors when a point is added, the
     factors minimise

@@ -13,10 +13,11 @@ from .huge import allocate, allocate_shared
 
 
 class KVPool:
-    """`blocks` zeroed KV blocks in one anonymous mapping (huge pages where the kernel has them).
+    """`blocks` zeroed KV blocks in one mapping (huge pages where the kernel has them).
 
-    With `shared`, other processes can map it by its file `fd`: what the `shm` transport needs.
-    Once blocks were used, slots behind a sequence's last row may hold anything: attention gives
+    The mapping is private. With `shared` it is one of a file in memory, `fd`, by which other
+    processes can map the same bytes: the `shm` transport needs that. Raises OutOfMemory where the
+    mapping does not fit. Once blocks were used, slots behind a sequence's last row may hold anything: attention gives
     them no weight.
 
     `layout` says where in a block what is, `dtype` what a number is. It is what a transport
@@ -28,7 +29,8 @@ class KVPool:
     fd: int | None = None  #: file of the mapping if it is shared; closed with the pool
     #: makes checksums where the bytes are; None: the transfer makes them from `view`
     digester: Digester | None = None
-    #: names the kind of checksums; peers compare it, as those of two kinds do not match
+    #: names the kind of checksums, empty for xxh3; peers compare it, as those of two kinds do not
+    #: match
     digest_kind = b""
 
     def __init__(

@@ -10,6 +10,7 @@ tokens as the smaller block of both ends has; in a pool, a block's tiles have nu
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,7 +25,7 @@ from .ticket_events import FinishTilePush, OfferTiles, PushTiles, TilesArrived
 class OpenLane:
     """The lane of one open ticket."""
 
-    lane: Lane  #: It may be shared with other tickets between the same kinds of ranks.
+    lane: Lane  #: Tickets between ranks of the same numbers and layouts share one.
     tokens: int  #: How many tokens the ticket is for.
 
     @property
@@ -45,6 +46,10 @@ class OpenLane:
             held_tiles=command.held_tokens // self.lane.tile_tokens,
             hashes=command.hashes,
         )
+
+    def blocks_of(self, tiles: Iterable[int]) -> set[int]:
+        """Returns the blocks of the receiver's pool in which these tiles lie."""
+        return {tile // self.lane.target.tiles_per_block for tile in tiles}
 
     def push(self, command: PushBlocks) -> PushTiles:
         """Returns this lane's part of the push, in tiles.

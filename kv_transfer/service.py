@@ -226,20 +226,25 @@ class TransferService:
     def statistics(self) -> dict[str, object]:
         """Returns a snapshot, read without a lock: each number by itself is right.
 
-        `sessions` are the peers that can be reached, `tickets` the open ones by state, and
-        `quarantined` is in tiles: room that a silent peer may still write to. `refused_peers` say
-        by agent in what it differs.
+        `sessions` are the peers that can be reached, and `tickets` the open ones by state.
+        `quarantined` are blocks of the pool to which a silent peer may still write. `refused_peers`
+        say by agent in what it differs.
         """
         received = list(self._receiver.tickets.values())
         sent = list(self._sender.tickets.values())
         states = Counter(ticket.state.value for ticket in received)
         states.update(ticket.state.value for ticket in sent)
         quarantined = [ticket for ticket in received if ticket.state is ReceivingState.QUARANTINED]
+        blocks: set[int] = set()  # lanes from several ranks may share them
+        for ticket in quarantined:
+            lane = self._lanes.get(ticket.ticket_id)
+            if lane is not None:  # else the transfer thread has ended it a moment ago
+                blocks.update(lane.blocks_of(ticket.offer.tiles))
         return {
             "transport": self._transport.name,
             "sessions": len(self._peers),
             "tickets": dict(states),
-            "quarantined": sum(len(ticket.offer.tiles) for ticket in quarantined),
+            "quarantined": len(blocks),
             "refused_peers": dict(self._refusals),
             **self.gauges.values(),
         }
@@ -385,7 +390,7 @@ class TransferService:
     def _offer(self, command: OfferBlocks) -> None:
         lane = self._join(command)
         if lane is None:  # nobody was told of the blocks, so they are free at once
-            self.gauges.failures["peer_lost"] += 1
+            self.gauges.failed_lanes["peer_lost"] += 1
             self._deliver(TransferFailed(command.ticket_id, "peer_lost"))
             self._deliver(BlocksFreed(command.ticket_id))
             return
@@ -464,9 +469,7 @@ class TransferService:
                 else:
                     self._deliver(action)
             case TransferFailed(_, reason):
-                # "finished": the answer ended with its first token and needs no KV elsewhere.
-                if reason != "finished":
-                    self.gauges.failures[reason] += 1
+                self.gauges.failed_lanes[reason] += 1
                 self._deliver(action)
             case PrefixRequested():
                 self._deliver(action)

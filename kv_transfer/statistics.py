@@ -72,7 +72,9 @@ class TransferStatistics:
     exposed_s: float = 0.0
     checksum_s: float = 0.0  #: in computing checksums, at either end
     copy_s: float = 0.0  #: in the transport's `write`, which copies there or only queues
-    failures: Counter[str] = field(default_factory=Counter)  #: of transfers and peers, by reason
+    failures: Counter[str] = field(default_factory=Counter)  #: of peers, by reason
+    #: Lanes that failed here, by the reason of their ticket: a ticket counts with each of its lanes.
+    failed_lanes: Counter[str] = field(default_factory=Counter)
     received_bytes_by_worker: Counter[str] = field(default_factory=Counter)  #: bytes, by worker
     #: The distributions of `busy_s` and `exposed_s` over arrived tickets.
     busy_histogram: Histogram = field(default_factory=lambda: Histogram(TRANSFER_S))
@@ -105,6 +107,7 @@ class TransferStatistics:
             "bytes_received": self.received_bytes,
             "transfers": self.arrived_tickets + self.pushed_tickets,
             "failures": dict(self.failures),
+            "failed_lanes": dict(self.failed_lanes),
             "busy_s": round(self.busy_s, 6),
             "exposed_s": round(self.exposed_s, 6),
             "checksum_s": round(self.checksum_s, 6),

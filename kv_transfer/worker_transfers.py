@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from .commands import TransferCommand, TransferOutcome
+from .commands import BlocksArrived, TransferCommand, TransferFailed, TransferOutcome
 from .fan import Fan, RankCommand
+from .statistics import TRANSFER_S, Histogram
 from .transport import PeerCard
 
 
@@ -54,6 +55,11 @@ class WorkerTransfers:
         self._deliver = deliver
         self._services: Sequence[RankService] = ()
         self._fan = Fan(())
+        # Of whole tickets, since the start: those that failed, by reason, and the times of those
+        # that arrived (`BlocksArrived`).
+        self._failed_tickets: Counter[str] = Counter()
+        self._busy_histogram = Histogram(TRANSFER_S)
+        self._exposed_histogram = Histogram(TRANSFER_S)
 
     def start(self, services: Sequence[RankService]) -> list[PeerCard]:
         """Starts the services of all ranks, in their order; returns what peers need to know.
@@ -75,8 +81,19 @@ class WorkerTransfers:
         for action in self._fan.handle(event):
             if isinstance(action, RankCommand):
                 self._services[action.rank].submit(action.command)
-            else:
-                self._deliver([action])
+                continue
+            self._count(action)
+            self._deliver([action])
+
+    def _count(self, outcome: TransferOutcome) -> None:
+        """Counts a whole ticket that has failed or arrived; other outcomes count nowhere."""
+        if isinstance(outcome, TransferFailed):
+            # "finished": the answer ended with its first token and needs no KV elsewhere.
+            if outcome.reason != "finished":
+                self._failed_tickets[outcome.reason] += 1
+        elif isinstance(outcome, BlocksArrived):
+            self._busy_histogram.observe(outcome.busy_s)
+            self._exposed_histogram.observe(outcome.exposed_s)
 
     @property
     def alive(self) -> bool:
@@ -86,9 +103,16 @@ class WorkerTransfers:
     def statistics(self) -> dict[str, Any]:
         """Returns the sum of all ranks' snapshots.
 
-        A rank above 0 is in another process: its snapshot is that of the previous call.
+        In `failures`, `busy` and `exposed` a transfer counts once, however many lanes it has. A
+        rank above 0 is in another process: its snapshot is that of the previous call.
         """
-        return sum_snapshots(service.statistics() for service in self._services)
+        total = sum_snapshots(service.statistics() for service in self._services)
+        # The lanes of a ticket fail with it, on every rank: their sum is no number of transfers.
+        total.pop("failed_lanes", None)
+        total["failures"] = dict(Counter(total.get("failures", {})) + self._failed_tickets)
+        total["busy"] = self._busy_histogram.values()
+        total["exposed"] = self._exposed_histogram.values()
+        return total
 
     def stop(self) -> None:
         """Stops the services of all ranks."""
@@ -99,13 +123,16 @@ class WorkerTransfers:
 def sum_snapshots(snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Adds up numbers and the values of mappings, key by key; of texts keeps the first.
 
-    Mappings to texts become one mapping.
+    Mappings to texts become one mapping. Of `quarantined` keeps the largest: a block has the same
+    number in the pools of all ranks.
     """
     total: dict[str, Any] = {}
     for snapshot in snapshots:
         for key, value in snapshot.items():
             if key == "refused_peers":
                 total[key] = value | total.get(key, {})
+            elif key == "quarantined":
+                total[key] = max(value, total.get(key, 0))
             elif isinstance(value, dict):
                 counts = Counter(total.get(key, {}))
                 counts.update(value)

@@ -16,6 +16,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+from .errors import LoadError
 from .percentiles import percentiles
 from .sse import EventDecoder, HttpConnection
 
@@ -77,12 +78,16 @@ def measure() -> dict[str, Any]:
 
     `late_us`: from a chunk's send to its stamp. `gap_error_us`: |measured gap - true gap|.
     `read_us`: from the kernel's stamp to this process; empty where the kernel stamps nothing.
+    Raises LoadError if the server does not start.
     """
     command = [sys.executable, "-m", "diptych.loadtests.echo"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     try:
-        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        port = process.stdout.readline().strip()
+        if not port:  # the process has ended
+            raise LoadError("the client cannot be measured: its test server did not start")
+        url = f"http://127.0.0.1:{port}"
         streams: list[list[EchoedChunk]] = [[] for _ in range(STREAMS)]
         lags_s: list[float] = []
         readers = [threading.Thread(target=_read, args=(url, chunks, lags_s)) for chunks in streams]

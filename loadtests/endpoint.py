@@ -24,6 +24,9 @@ from .sse import EventDecoder, HttpConnection, ProtocolError
 PATH = "/v1/chat/completions"
 TIMEOUT_S = 60.0  #: seconds without a byte after which a request has failed
 DEFAULT_CONTEXT = 4096  #: tokens of prompt and answer, where /v1/models tells no limit
+#: An idle connection that the server has closed fails this soon after a request was sent on it. What
+#: breaks later, breaks while the server works on the request.
+IDLE_LOSS_S = 0.2
 IDLE_CONNECTION_LIMIT = 16  #: of one client; connections beyond are closed after their answer
 
 
@@ -35,9 +38,12 @@ class EndpointFacts(msgspec.Struct, frozen=True):
     context: int  #: tokens of prompt and answer
     alphabet: tuple[str, ...]  #: words that are one token each behind a space
     template: int  #: tokens of the shortest prompt; most of them come from the chat template
-    #: True if the server takes `ignore_eos`: answers have the length that is asked for.
+    #: True if the server does not refuse `ignore_eos`: answers have the length that is asked for,
+    #: unless the server ignores the field.
     ignore_eos: bool
-    usage: bool  #: True if the server takes `stream_options`: streams end with token counts.
+    #: True if the server does not refuse `stream_options`: streams end with token counts, unless the
+    #: server ignores the field.
+    usage: bool
     server: str = ""  #: what software answers, as far as it says so
     grpc: str = ""  #: address of the endpoint's gRPC service, if the load goes there
 
@@ -198,12 +204,13 @@ class HttpLoadClient:
         began = time.perf_counter()  # the time of a new connection counts as the request's
         while self._idle:
             connection = self._idle.pop()
+            sent_s = time.perf_counter()
             try:
                 return self._exchange(connection, outcome, body, began)
             except (OSError, ProtocolError) as error:
-                # A connection that the server gave up while it was idle is no failure: no status
-                # came back on it, and the next connection is tried.
-                if connection.response.status or isinstance(error, TimeoutError):
+                # A connection that the server gave up while it was idle is no failure: the next
+                # connection is tried.
+                if not _was_idle(connection, error, sent_s):
                     raise
         connection = HttpConnection(self._facts.url, TIMEOUT_S)
         return self._exchange(connection, outcome, body, began)
@@ -244,6 +251,16 @@ class HttpLoadClient:
             connection.close()
 
 
+def _was_idle(connection: HttpConnection, error: Exception, sent_s: float) -> bool:
+    """Returns whether the server had given the connection up before the request of `sent_s`.
+
+    It looks so if no status came back, and the connection failed at once; not by a timeout.
+    """
+    if connection.response.status or isinstance(error, TimeoutError):
+        return False
+    return time.perf_counter() - sent_s < IDLE_LOSS_S
+
+
 def _json_headers(key: str) -> dict[str, str]:
     headers = {"content-type": "application/json"}
     if key:
@@ -268,12 +285,16 @@ def chat_body(facts: EndpointFacts, messages: list[dict[str, str]], tokens: int)
 
 
 def refusal(status: int, body: bytes) -> str:
-    """Returns "429 queue_full": the status, and the code or type that the body names."""
-    reason = ""
+    """Returns "429 queue_full": the status, and the code or type that the body names.
+
+    A code that is a number, as vLLM's, only repeats the status.
+    """
+    reasons: list[str] = []
     with suppress(ValueError, TypeError, KeyError, AttributeError):
         error = json.loads(body)["error"]
-        reason = error.get("code") or error.get("type") or ""
-    return f"{status} {reason}".strip()
+        values = (error.get("code"), error.get("type"))
+        reasons = [value for value in values if value and isinstance(value, str)]
+    return " ".join([str(status), *reasons[:1]])
 
 
 def server_ttft_s(header: str) -> float:
@@ -313,7 +334,7 @@ def probe_endpoint(url: str, key: str = "", model: str = "", grpc: str = "") -> 
             words = probe(prober.count_tokens)
             takes_ignore_eos = prober.takes({"ignore_eos": True})
             tells_usage = prober.takes({"stream": True, "stream_options": {"include_usage": True}})
-    except (OSError, ProtocolError) as error:
+    except (OSError, ProtocolError, ValueError) as error:  # ValueError: of a URL that is none
         reason = str(error) or type(error).__name__
         raise LoadError(f"no endpoint at {url} ({reason}); start one with: diptych serve") from None
     return EndpointFacts(
@@ -346,10 +367,14 @@ class _EndpointProber:
         status, body = self._request("GET", "/v1/models", None)
         try:
             cards = {card["id"]: card for card in body["data"]}
-            card = cards[name or next(iter(cards))]
-        except (KeyError, TypeError, StopIteration):
-            problem = f"model {name!r} is not served" if name else f"/v1/models answers {status}"
-            raise LoadError(f"{self._url}: {problem}") from None
+        except (KeyError, TypeError):
+            reason = refusal(status, json.dumps(body).encode())
+            raise LoadError(f"{self._url}: /v1/models answers {reason}") from None
+        if name and name not in cards:
+            raise LoadError(f"{self._url}: model {name!r} is not served")
+        if not cards:
+            raise LoadError(f"{self._url}: /v1/models names no model")
+        card = cards[name or next(iter(cards))]
         self._model = card["id"]
         context = card.get("max_model_len") or card.get("context_length") or DEFAULT_CONTEXT
         server = card.get("owned_by") or self._connection.response.headers.get("server", "")
@@ -385,13 +410,13 @@ class _EndpointProber:
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         """Returns the status, and the answer's JSON or None."""
         payload = b"" if body is None else json.dumps(body).encode()
+        sent_s = time.perf_counter()
         try:
             answer = self._exchange(method, path, payload)
-        except (OSError, ProtocolError):
-            if self._connection.response.status:
-                raise  # the server was answering: this is no idle connection that was closed
-            # No status came. The server may have closed the idle connection: try once more.
-            self._reconnect()
+        except (OSError, ProtocolError) as error:
+            if not _was_idle(self._connection, error, sent_s):
+                raise
+            self._reconnect()  # and try once more
             answer = self._exchange(method, path, payload)
         response = self._connection.response
         if not response.reusable:

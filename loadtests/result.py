@@ -6,7 +6,7 @@ The client is this load test: what sends the requests and measures. The server i
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from . import outcomes as load_outcomes
@@ -45,14 +45,15 @@ def assemble(
     """Returns the document of a run.
 
     `counters` are what the server counted meanwhile. `about` has start, machine, commit and
-    versions, and what was not as planned: `ended_s` (somebody stopped the run then), `silent`
-    (processes whose outcomes are missing), `skipped` (requests longer than the model's context).
+    versions, and what was not as planned: `ended_s` (somebody stopped the run so many seconds after
+    its start), `silent` (how many processes never said that they had ended, so that some of their
+    outcomes are missing), `skipped` (how many requests were longer than the model's context).
     """
     slo = plan.targets
-    planned_stages = rate_stages(plan)
-    span_s = _span_s(plan, planned_stages, outcomes, about)
+    offered_stages = _offered_stages(plan, outcomes, about)
+    span_s = _span_s(plan, offered_stages, outcomes)
     summary = load_outcomes.summarize(outcomes, slo, span_s)
-    stages = load_outcomes.summarize_stages(outcomes, planned_stages, slo)
+    stages = load_outcomes.summarize_stages(outcomes, offered_stages, slo)
     path_s = sum(client.path_s) / len(client.path_s) if client.path_s else math.nan
     document = {
         "schema": SCHEMA,
@@ -88,20 +89,28 @@ def assemble(
     return document
 
 
-def _span_s(
-    plan: LoadPlan,
-    stages: list[RateStage],
-    outcomes: list[LoadOutcome],
-    about: dict[str, Any],
-) -> float:
+def _offered_stages(
+    plan: LoadPlan, outcomes: list[LoadOutcome], about: dict[str, Any]
+) -> list[RateStage]:
+    """Returns the planned stages until the run was stopped, the last one cut at that time."""
+    stages = rate_stages(plan)
+    if "ended_s" not in about:
+        return stages
+    # The time is rounded, so that the last request may have been sent just behind it.
+    ended_s = max(about["ended_s"], max((outcome.arrival_s for outcome in outcomes), default=0.0))
+    return [
+        replace(stage, end_s=min(stage.end_s, ended_s))
+        for stage in stages
+        if stage.begin_s < ended_s
+    ]
+
+
+def _span_s(plan: LoadPlan, stages: list[RateStage], outcomes: list[LoadOutcome]) -> float:
     """Returns the seconds in which requests were offered, over which rates are counted."""
-    planned_s = max(stage.end_s for stage in stages)
-    if plan.load != "ramp":
-        return about.get("ended_s", planned_s)
-    if outcomes:  # a ramp ends at its knee
+    if plan.load == "ramp" and outcomes:  # a ramp ends at its knee
         last_stage = max(outcome.stage_index for outcome in outcomes)
         return stages[last_stage].end_s
-    return planned_s
+    return stages[-1].end_s
 
 
 def client_figures(client: ClientCost, outcomes: list[LoadOutcome]) -> dict[str, Any]:
@@ -152,7 +161,9 @@ def _missing_load(document: dict[str, Any], plan: LoadPlan) -> list[str]:
     ended_s = document.get("ended_s", plan.duration)
     skipped = document.get("skipped", 0)
     if silent:
-        warnings.append(f"{silent} processes of this client never ended: their load is missing")
+        warnings.append(
+            f"{silent} processes of this client never ended: some of their requests are missing"
+        )
     elif ended_s < plan.duration:
         warnings.append(f"stopped after {ended_s:.0f} s of {plan.duration:g} s")
     if skipped:

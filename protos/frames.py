@@ -269,7 +269,7 @@ class WorkerReport(msgspec.Struct, tag="report", frozen=True):
     kv_tokens: int = 0  #: KV tokens that those sequences read in a step
     steps: int = 0  #: decode steps since the last report
     step_seconds: float = 0.0  #: time that those steps took
-    waiting: int = 0  #: sequences that were preempted or have no blocks yet
+    waiting: int = 0  #: preempted sequences that wait for blocks; new ones do not count
     step_ms: float = 0.0  #: planned length of a step that prefills beside decode; 0: any
     ended: list[AttemptKey] = []  #: attempts that decoded here, and whose blocks are free again
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,21 +14,39 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from .common import NO_ANSWER, error_message, fail, gateway_url, no_gateway, unreachable
+from .common import (
+    NO_ANSWER,
+    error_message,
+    event_data,
+    fail,
+    gateway_url,
+    http_client,
+    no_gateway,
+    unreachable,
+)
 from .terminal import AnswerWriter
 
-READ_TIMEOUT_S = 120.0  #: Between two pieces of an answer.
+READ_TIMEOUT_S = 120.0  #: Before an answer, and between two pieces of it.
 CONNECT_TIMEOUT_S = 10.0
-EVENT_PREFIX = "data: "
-LAST_EVENT = "data: [DONE]"  #: OpenAI's mark of the stream's end, which is no JSON.
+LAST_EVENT_DATA = b"[DONE]"  #: OpenAI's mark of the stream's end, which is no JSON.
+JSON_HEADERS = {"content-type": "application/json"}
+BROKEN_OFF = "the answer broke off before its end"
 FILES_LIMIT_BYTES = 8 << 20  #: Of all files of `--file` together; a gateway's limit is 8 MiB.
 INTERRUPTED = 130  #: The exit code of a command that ^C ended, as shells have it.
+
+
+def check_temperature(temperature: float | None) -> float | None:
+    """Return the value of the option. Raises typer.BadParameter for nan and inf, which JSON lacks."""
+    if temperature is not None and not math.isfinite(temperature):
+        raise typer.BadParameter("expected a number")
+    return temperature
+
 
 # Options that the commands which ask have in common.
 ModelName = Annotated[str, typer.Option(help="Model name. Default: the served one.")]
 SystemPrompt = Annotated[str | None, typer.Option(help="System prompt.")]
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", callback=check_temperature)]
 AnswerOutput = Annotated[str, typer.Option("-o", "--output", help="text or json")]
 
 
@@ -50,7 +69,7 @@ class ReceivedAnswer:
     route: str = ""
     #: Of the prompt, the tokens that were cached.
     hit_tokens: int = 0
-    usage: dict[str, Any] = field(default_factory=dict)  #: OpenAI's; it comes with the last event.
+    usage: dict[str, Any] = field(default_factory=dict)  #: OpenAI's; it comes with the last chunk.
     #: Empty while the answer is incomplete.
     finish_reason: str = ""
     #: When each piece of text or of thinking arrived, by the monotonic clock.
@@ -58,7 +77,7 @@ class ReceivedAnswer:
 
     @property
     def ttft_ms(self) -> float | None:
-        """The time to the first piece of text, in milliseconds; None before it."""
+        """The time to the first piece of text or of thinking, in milliseconds; None before it."""
         if not self.arrivals:
             return None
         return round((self.arrivals[0] - self.sent_at) * 1e3, 1)
@@ -73,7 +92,7 @@ class ReceivedAnswer:
 
     @property
     def tokens(self) -> int:
-        """The tokens of the answer; without usage, pieces of text are counted."""
+        """The tokens of the answer; without usage, pieces of text and of thinking are counted."""
         count: int = self.usage.get("completion_tokens", len(self.arrivals))
         return count
 
@@ -130,13 +149,13 @@ class PieceSink:
 def connect(endpoint: str, token: str) -> httpx.Client:
     """Return a connected client, so that the first TTFT is the server's alone.
 
-    `endpoint` may be `common.HERE`.
+    `endpoint` may be `common.HERE`. If no gateway answers, a sentence ends the command.
     """
     endpoint = gateway_url(endpoint)
     timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=READ_TIMEOUT_S)
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
-        client = httpx.Client(base_url=endpoint, headers=headers, timeout=timeout)
+        client = http_client(endpoint, headers, timeout)
         client.get("/health")
     except NO_ANSWER as error:
         unreachable(endpoint, error)
@@ -148,26 +167,61 @@ def ask(
 ) -> None:
     """Send the body, and add what arrives to `answer`, until the answer is whole.
 
-    Raises AnswerError. Whatever raises, `answer` has what had arrived, and the connection is closed,
-    so that the server computes no further.
+    Raises AnswerError, and what the sink raises. Whatever raises, `answer` has what had arrived, and
+    the connection is closed, so that the server computes no further. A body that is no text in
+    UTF-8 ends the command with exit code 2.
+    """
+    content = _encode(body)
+    # Closed at once, and not when the generator is collected: that closes the connection.
+    with contextlib.closing(_receive_events(client, content, answer)) as events:
+        for event in events:
+            add_event(answer, event, sink)
+    if not answer.finish_reason:
+        raise AnswerError(BROKEN_OFF)
+
+
+def _encode(body: dict[str, Any]) -> bytes:
+    """Return the body as JSON. What is no text in UTF-8 ends the command with a sentence.
+
+    Such text comes from arguments and, in some locales, from stdin: Python keeps its bytes as
+    surrogates.
     """
     try:
-        with client.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.is_error:
-                content = response.read()
-                raise AnswerError(error_message(content) or f"HTTP {response.status_code}")
+        return json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        fail("what is asked is no text in UTF-8", 2)
+
+
+def _receive_events(
+    client: httpx.Client, content: bytes, answer: ReceivedAnswer
+) -> Generator[dict[str, Any], None, None]:
+    """Send the body; yield the chunks of the stream, after the headers were added to `answer`.
+
+    Raises AnswerError.
+    """
+    has_begun = False
+    try:
+        with client.stream(
+            "POST", "/v1/chat/completions", content=content, headers=JSON_HEADERS
+        ) as response:
+            has_begun = True
+            if not response.is_success:
+                problem = error_message(response.read()) or f"HTTP {response.status_code}"
+                raise AnswerError(problem)
             answer.request_id = response.headers.get("x-request-id", "")
             answer.route = response.headers.get("x-route", "")
             answer.hit_tokens = int(response.headers.get("x-prefix-hit-tokens", 0))
-            for line in response.iter_lines():
-                if line.startswith(EVENT_PREFIX) and line != LAST_EVENT:
-                    add_event(answer, json.loads(line.removeprefix(EVENT_PREFIX)), sink)
-    except NO_ANSWER as error:
+            for data in event_data(response):
+                if data != LAST_EVENT_DATA:
+                    yield json.loads(data)
+    except httpx.HTTPError as error:
+        if has_begun:
+            raise AnswerError(BROKEN_OFF) from None
+        if isinstance(error, httpx.ReadTimeout):
+            raise AnswerError(f"no answer within {READ_TIMEOUT_S:g} s") from None
         raise AnswerError(no_gateway(str(client.base_url), error)) from None
     except ValueError:
         raise AnswerError(f"{client.base_url} does not answer as a gateway does") from None
-    if not answer.finish_reason:
-        raise AnswerError("the answer broke off before its end")
 
 
 def new_answer() -> ReceivedAnswer:
@@ -215,19 +269,24 @@ def one_answer(writer: AnswerWriter) -> Iterator[None]:
 
 
 def read_files(files: Iterable[Path]) -> str:
-    """Return the texts of all files, with an empty line behind each. Fails with a sentence."""
+    """Return the texts of all files, with an empty line behind each.
+
+    A file that cannot be read, or that makes them too long, ends the command with exit code 2.
+    """
     texts = []
     total_bytes = 0
     for file in files:
         try:
             with file.open("rb") as stream:
                 content = stream.read(FILES_LIMIT_BYTES + 1)
-            texts.append(content.decode())
         except OSError as error:
             fail(f"cannot read {file}: {error.strerror}", 2)
-        except UnicodeDecodeError:
-            fail(f"{file} is no text in UTF-8", 2)
         total_bytes += len(content)
+        # Before decoding: what was read of a longer file may end within a character.
         if total_bytes > FILES_LIMIT_BYTES:
             fail(f"--file: more than {FILES_LIMIT_BYTES >> 20} MiB of text", 2)
+        try:
+            texts.append(content.decode())
+        except UnicodeDecodeError:
+            fail(f"{file} is no text in UTF-8", 2)
     return "".join(f"{text.rstrip()}\n\n" for text in texts)

@@ -35,7 +35,7 @@ from .answer import (
     one_answer,
     read_files,
 )
-from .common import HERE, NO_ANSWER, TEXT_OUTPUTS, ApiKey, Endpoint, check_output
+from .common import HERE, NO_ANSWER, TEXT_OUTPUTS, ApiKey, Endpoint, check_output, fail
 from .terminal import AnswerWriter, dimmed, printable
 
 HELP = """\
@@ -66,10 +66,16 @@ class StdinPrompt:
     """Reads a message a line, as from a pipe; a backslash at the end of a line adds the next."""
 
     def read(self) -> str:
-        """Return the next message. Raises EOFError at the end of stdin."""
+        """Return the next message. Raises EOFError at the end of stdin.
+
+        Bytes that are no text end the command with exit code 2.
+        """
         lines: list[str] = []
         while True:
-            line = sys.stdin.readline()
+            try:
+                line = sys.stdin.readline()
+            except UnicodeDecodeError:
+                fail("stdin is no text in UTF-8", 2)
             if not line and not lines:
                 raise EOFError
             text = line.rstrip("\n")

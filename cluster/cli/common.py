@@ -1,12 +1,13 @@
-"""What the commands share: options, failing with one sentence, Control's API, and tables."""
+"""What the commands share: options, failing with one sentence, HTTP, Control's API, and tables."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
@@ -53,6 +54,7 @@ REQUEST_TIMEOUT_S = 15.0  #: Of one request to Control, which asks other process
 PATH_CHARACTERS = "/:?=&"  #: What our own paths are made of, so that these are not quoted.
 #: What a request raises that gets no answer, also for addresses and keys that cannot be sent.
 NO_ANSWER = (httpx.HTTPError, httpx.InvalidURL, UnicodeError)
+EVENT_PREFIX = b"data: "  #: Of the lines of a server-sent event that say something.
 
 
 # ---- failing -------------------------------------------------------------------------------------
@@ -114,6 +116,53 @@ def error_message(body: bytes) -> str:
     return message
 
 
+# ---- HTTP ----------------------------------------------------------------------------------------
+
+
+def http_client(url: str, headers: dict[str, str], timeout: httpx.Timeout) -> httpx.Client:
+    """Return a client for the base URL; the environment's proxy is for other machines only.
+
+    Fails with a sentence if that proxy cannot be used. Raises one of `NO_ANSWER` for a URL or a
+    header that cannot be sent.
+    """
+    transport = httpx.HTTPTransport() if is_this_machine(url) else None
+    try:
+        client = httpx.Client(timeout=timeout, transport=transport)
+    except (ImportError, ValueError, httpx.InvalidURL) as error:  # only a proxy can be wrong here
+        reason = str(error).rstrip(".")
+        fail(f"the proxy of the environment cannot be used: {reason}; NO_PROXY names exceptions", 2)
+    client.base_url = httpx.URL(url)
+    client.headers.update(headers)
+    return client
+
+
+def is_this_machine(url: str) -> bool:
+    """Return whether the URL's host is this machine by a loopback address, or by localhost.
+
+    A proxy would look for it on the machine of its own. Raises httpx.InvalidURL.
+    """
+    host = httpx.URL(url).host
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def event_data(response: httpx.Response) -> Iterator[bytes]:
+    """Yield the data of server-sent events, line by line, as they come.
+
+    Lines end at a newline only. httpx's own `iter_lines` also ends them at U+2028 and the like,
+    which JSON has as they are.
+    """
+    rest = b""
+    for piece in response.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(EVENT_PREFIX):
+                yield line.removeprefix(EVENT_PREFIX).rstrip(b"\r")
+
+
 # ---- clusters of this machine --------------------------------------------------------------------
 
 
@@ -171,15 +220,15 @@ class AdminClient:
         """Give an order; return what Control answers, as it was parsed from JSON."""
         return self._ask("POST", path, json=body)
 
+    def connect(self, timeout_s: float) -> httpx.Client:
+        """Return a client with the admin key, for paths of the API. It raises as `http_client`."""
+        return http_client(self.url, self.headers, httpx.Timeout(timeout_s))
+
     def _ask(self, method: str, path: str, **options: Any) -> Any:
+        quoted_path = quote(path, safe=PATH_CHARACTERS)
         try:
-            response = httpx.request(
-                method,
-                f"{self.url}{quote(path, safe=PATH_CHARACTERS)}",
-                headers=self.headers,
-                timeout=REQUEST_TIMEOUT_S,
-                **options,
-            )
+            with self.connect(REQUEST_TIMEOUT_S) as client:
+                response = client.request(method, f"{self.url}{quoted_path}", **options)
         except NO_ANSWER as error:
             self.unreachable(error)
         if response.is_error:
@@ -213,10 +262,9 @@ class AdminClient:
 
     def _remaining(self, describe_remaining: Callable[[dict[str, Any]], str | None]) -> str | None:
         """Return what remains, which includes that Control itself is away for a while."""
-        url = f"{self.url}/admin/v1/cluster"
         try:
-            response = httpx.get(url, headers=self.headers, timeout=REQUEST_TIMEOUT_S)
-            response.raise_for_status()
+            with self.connect(REQUEST_TIMEOUT_S) as client:
+                response = client.get(f"{self.url}/admin/v1/cluster").raise_for_status()
         except NO_ANSWER as error:
             return f"no answer: {str(error) or type(error).__name__}"
         return describe_remaining(response.json())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from typing import Annotated, Any
 
-import httpx
 import typer
 
 from .common import (
@@ -18,6 +16,7 @@ from .common import (
     Token,
     check_output,
     error_message,
+    event_data,
     fail,
     or_dash,
     print_table,
@@ -29,8 +28,7 @@ PAIR_COLUMNS = ("FROM", "TO", "TRANSPORT", "GiB/s", "EXPECTED", "SHARE")
 #: RDMA. MEMCPY: how fast one core copies memory. CLOCK: how far the host's clock is ahead
 #: of Control's; negative if it is behind.
 HOST_COLUMNS = ("WORKER", "HOST", "PID", "RDMA", "NIC", "MEMLOCK", "MEMCPY", "CLOCK")
-EVENT_TIMEOUT_S = 30.0  #: Between two events of an examination.
-EVENT_PREFIX = "data: "  #: Progress and report come as server-sent events.
+EVENT_TIMEOUT_S = 30.0  #: Between two events of an examination, which has progress and a report.
 
 
 def doctor(
@@ -68,29 +66,20 @@ def _examine_cluster(admin_client: AdminClient, mib: int, model: str) -> dict[st
     many some from prefill to decode. An empty `model` is the first one. Raises one of `NO_ANSWER`.
     """
     url = f"{admin_client.url}/admin/v1/doctor"
-    with httpx.stream(
-        "POST",
-        url,
-        params={"model": model} if model else {},
-        json={"mib": mib},
-        headers=admin_client.headers,
-        timeout=EVENT_TIMEOUT_S,
-    ) as response:
+    with (
+        admin_client.connect(EVENT_TIMEOUT_S) as client,
+        client.stream(
+            "POST", url, params={"model": model} if model else {}, json={"mib": mib}
+        ) as response,
+    ):
         if response.is_error:
             fail(error_message(response.read()) or f"{url}: {response.status_code}")
-        for event in _events(response):
+        for event in map(json.loads, event_data(response)):
             if "report" in event:
                 report: dict[str, Any] = event["report"]
                 return report
             typer.echo(event["progress"], err=True)
     fail(f"{url}: the answer ends without a report; see Control's log")
-
-
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Yield the objects of the events as they come."""
-    for line in response.iter_lines():
-        if line.startswith(EVENT_PREFIX):
-            yield json.loads(line.removeprefix(EVENT_PREFIX))
 
 
 def _examine_this_host() -> dict[str, Any]:

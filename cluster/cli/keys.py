@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import fail
+from .common import check_output, fail, print_table
 
 if TYPE_CHECKING:
     from ..gateway.edge.keys import ApiKey
@@ -17,6 +17,7 @@ app = typer.Typer(help="API keys: add, list, revoke. Gateways see a change in a 
 File = Annotated[
     Path, typer.Option("--file", "-f", envvar="DIPTYCH_KEYS", help="The file of keys.")
 ]
+COLUMNS = ("ID", "TENANT", "CLASS", "MAY NAME", "PER MINUTE", "AT A TIME")
 
 
 @app.command()
@@ -24,10 +25,19 @@ def add(
     tenant: Annotated[str, typer.Option(help="Whose key it is.")],
     file: File = Path("keys.yaml"),
     slo_class: Annotated[
-        str | None, typer.Option("--class", help="Class of requests that name none.")
+        str | None,
+        typer.Option(
+            "--class",
+            help="Class of requests that name none. Default: interactive if it is allowed, "
+            "else the first allowed one.",
+        ),
     ] = None,
     allow: Annotated[
-        list[str] | None, typer.Option(help="A class that requests may name. Default: all.")
+        list[str] | None,
+        typer.Option(
+            help="A class that requests may name; may be given again. Default: all. "
+            "It bounds the class of requests that name none, too, unless --class gives it."
+        ),
     ] = None,
     rate: Annotated[int | None, typer.Option(help="Answers a minute. Default: no limit.")] = None,
     concurrency: Annotated[
@@ -60,11 +70,12 @@ def add(
 @app.command("list")
 def list_(
     file: File = Path("keys.yaml"),
-    output: Annotated[str, typer.Option("-o", "--output", help="table | json")] = "table",
+    output: Annotated[str, typer.Option("-o", "--output", help="table or json")] = "table",
 ) -> None:
     """List ids, tenants and limits."""
     from ..gateway.edge.keys import KeyFileError, read_keys
 
+    check_output(output)
     try:
         keys = read_keys(file).keys
     except KeyFileError as error:
@@ -73,9 +84,7 @@ def list_(
     if output == "json":
         typer.echo(json.dumps({"keys": rows}))
         return
-    typer.echo(f"{'ID':10}{'TENANT':18}{'CLASS':14}{'MAY NAME':22}{'PER MINUTE':12}AT A TIME")
-    for key in keys:
-        typer.echo(_row(key))
+    print_table([COLUMNS, *map(_row, keys)])
 
 
 @app.command()
@@ -95,8 +104,13 @@ def revoke(
     )
 
 
-def _row(key: ApiKey) -> str:
-    """Return the line of a key; a dash is no limit."""
-    allowed_classes = ", ".join(key.classes) or "all"
-    limits = f"{key.requests_per_min or '-':<12}{key.concurrency or '-'}"
-    return f"{key.id:10}{key.tenant:18}{key.slo_class or '-':14}{allowed_classes:22}{limits}"
+def _row(key: ApiKey) -> tuple[str, ...]:
+    """Return the cells of a key; a dash says that it has no class of its own, or no limit."""
+    return (
+        key.id,
+        key.tenant,
+        key.slo_class or "-",
+        ", ".join(key.classes) or "all",
+        str(key.requests_per_min or "-"),
+        str(key.concurrency or "-"),
+    )

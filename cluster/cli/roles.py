@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+import time
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
 
-from .common import HERE, AdminClient, AdminUrl, DryRun, Token, Wait, fail
+from .common import HERE, POLL_INTERVAL_S, AdminClient, AdminUrl, DryRun, Token, Wait, fail
+
+#: A worker is gone that is missing from so many statuses in a row, which takes 3 s at least.
+MISSING_LIMIT = 15
+ROUTER_WAIT_S = 10.0  #: So long `drain --self` waits for the routers, who know the workers.
+ANY_PORT = 9  #: Nothing is sent to it.
 
 Replica = Annotated[
     str | None,
@@ -45,11 +53,15 @@ def drain(
 
     verb = "undrain" if undo else "drain"
     if on_this_machine:
-        names = _workers_on_this_machine(admin_client)
-        workers, any_failed = _order_all(admin_client, names, verb, body)
+        cluster = _await_routers(admin_client)
+        workers, any_failed = _order_all(
+            admin_client, _workers_on_this_machine(cluster), verb, body
+        )
+        silent_models = _models_without_router(cluster)
     else:
         workers = admin_client.post(f"/admin/v1/replicas/{replica}:{verb}", body)["replicas"]
         any_failed = False
+        silent_models = []
 
     suffix = " (dry run)" if dry_run else ""
     typer.echo(f"{verb} {', '.join(workers) or 'nobody'}{suffix}")
@@ -57,8 +69,12 @@ def drain(
         for name in workers:
             typer.echo(f"undo: diptych undrain {name}")
         if wait:
-            seconds = admin_client.wait(lambda cluster: _describe_busy(cluster, workers))
+            watch = WorkerWatch(workers)
+            seconds = admin_client.wait(lambda cluster: _describe_busy(cluster, watch))
             typer.echo(f"idle after {seconds:.1f} s")
+    if silent_models:
+        listed = ", ".join(silent_models)
+        fail(f"no router of {listed} answers: it may have more workers on this machine; try again")
     if any_failed:
         raise typer.Exit(1)
 
@@ -102,7 +118,7 @@ def flip(
     admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
-    """Give a worker another role; weights, KV pool and registrations stay. Its streams move."""
+    """Give a worker another role; weights and KV pool stay as they are. Its streams move."""
     if to not in ("prefill", "decode"):
         fail(f"--to {to}: expected prefill or decode", 2)
     admin_client = AdminClient(admin, token)
@@ -122,55 +138,124 @@ def flip(
 
 def _wait_for_role(admin_client: AdminClient, name: str, role: str) -> None:
     """Wait until the worker has ended its flip. Fails if the worker did not get the role."""
-    seconds = admin_client.wait(lambda cluster: _describe_flipping(cluster, name))
-    worker = _find_worker(admin_client.get("/admin/v1/cluster"), name)
+    watch = WorkerWatch([name])
+    seconds = admin_client.wait(lambda cluster: _describe_flipping(cluster, watch))
+    worker = watch.workers.get(name)
     if worker is None or worker["role"] != role:
         note = worker.get("note") if worker else ""
         fail(note or f"{name} did not become {role}")
     typer.echo(f"done after {seconds:.2f} s")
 
 
-def _workers_on_this_machine(admin_client: AdminClient) -> list[str]:
+# ---- workers of this machine ---------------------------------------------------------------------
+
+
+def _await_routers(admin_client: AdminClient) -> dict[str, Any]:
+    """Return the cluster's status once each model's router answers, or after `ROUTER_WAIT_S`.
+
+    A Control that has just started knows of no workers before.
+    """
+    deadline = time.monotonic() + ROUTER_WAIT_S
+    while True:
+        cluster: dict[str, Any] = admin_client.get("/admin/v1/cluster")
+        if not _models_without_router(cluster) or time.monotonic() > deadline:
+            return cluster
+        time.sleep(POLL_INTERVAL_S)
+
+
+def _models_without_router(cluster: dict[str, Any]) -> list[str]:
+    """Return the models of which the status has no workers, because no router answers."""
+    return [name for name, model in cluster["models"].items() if model["router"] is None]
+
+
+def _workers_on_this_machine(cluster: dict[str, Any]) -> list[str]:
     """Return the workers whose address is one of this machine's."""
-    workers = admin_client.get("/admin/v1/replicas")["replicas"]
+    workers = cluster["workers"]
     return [worker["id"] for worker in workers if _is_local(worker["address"].rpartition(":")[0])]
 
 
 def _is_local(host: str) -> bool:
-    """Return whether this machine has the address: a socket can be bound to it.
+    """Return whether this machine has the address: what is sent to it has it as its source, too.
 
+    That a socket can be bound to an address tells nothing where `net.ipv4.ip_nonlocal_bind` is set.
     An IPv6 address may stand in brackets.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        try:
-            probe.bind((host.strip("[]"), 0))
-        except OSError:
-            return False
-    return True
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host.strip("[]"), ANY_PORT))
+            source = probe.getsockname()[0]
+            target = probe.getpeername()[0]
+    except OSError:
+        return False
+    return bool(source == target or ipaddress.ip_address(source).is_loopback)
 
 
-def _find_worker(cluster: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return a worker of the cluster's status by its id; None if it is gone."""
-    return next((worker for worker in cluster["workers"] if worker["id"] == name), None)
+# ---- waiting for workers -------------------------------------------------------------------------
 
 
-def _describe_busy(cluster: dict[str, Any], names: list[str]) -> str | None:
-    """Return which of the workers still have attempts, or None if none has."""
-    phrases = [
-        f"{worker['id']}: {worker['jobs']} left"
-        for worker in cluster["workers"]
-        if worker["id"] in names and worker["jobs"]
-    ]
+class WorkerWatch:
+    """Looks for named workers in one status of the cluster after another.
+
+    A worker can be missing from a status though it is there: Control has just started again, or the
+    worker did not answer in time. It counts as gone only after it was missing from `MISSING_LIMIT`
+    statuses in a row in which its model's router answered.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+        self.workers: dict[str, dict[str, Any]] = {}  #: Those of the last status, by id.
+        self._models: dict[str, str] = {}  #: In which model a worker was seen last.
+        self._missing_counts = Counter[str]()
+
+    def look(self, cluster: dict[str, Any]) -> None:
+        """Take the next status."""
+        self.workers = {}
+        for model_name, model in cluster["models"].items():
+            for worker in model["workers"]:
+                self.workers[worker["id"]] = worker
+                self._models[worker["id"]] = model_name
+        for name in self.names:
+            if name in self.workers or not self._is_router_there(cluster, name):
+                self._missing_counts[name] = 0
+            else:
+                self._missing_counts[name] += 1
+
+    def is_gone(self, name: str) -> bool:
+        """Return whether a worker was missing for so long that it will not come back."""
+        return self._missing_counts[name] >= MISSING_LIMIT
+
+    def _is_router_there(self, cluster: dict[str, Any], name: str) -> bool:
+        """Return whether the worker's model has a router; all models, for a worker never seen."""
+        silent_models = _models_without_router(cluster)
+        model_name = self._models.get(name)
+        return model_name not in silent_models if model_name else not silent_models
+
+
+def _describe_busy(cluster: dict[str, Any], watch: WorkerWatch) -> str | None:
+    """Return which of the workers still have attempts or are not in sight; None if none is left."""
+    watch.look(cluster)
+    phrases = []
+    for name in watch.names:
+        worker = watch.workers.get(name)
+        if worker is None:
+            if not watch.is_gone(name):
+                phrases.append(f"{name}: not in sight")
+        elif worker["jobs"]:
+            phrases.append(f"{name}: {worker['jobs']} left")
     return "; ".join(phrases) or None
 
 
-def _describe_flipping(cluster: dict[str, Any], name: str) -> str | None:
-    """Return what keeps the worker in its flip, or None if the flip has ended.
+def _describe_flipping(cluster: dict[str, Any], watch: WorkerWatch) -> str | None:
+    """Return what keeps the one worker in its flip, or None if the flip has ended.
 
     It has ended for a worker that is gone, too. `jobs` are its attempts.
     """
-    worker = _find_worker(cluster, name)
-    if worker is None or worker["state"] != "flipping":
+    watch.look(cluster)
+    (name,) = watch.names
+    worker = watch.workers.get(name)
+    if worker is None:
+        return None if watch.is_gone(name) else f"{name}: not in sight"
+    if worker["state"] != "flipping":
         return None
     return f"{name}: {worker['jobs']} jobs left"

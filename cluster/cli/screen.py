@@ -16,7 +16,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Input, Static
 
 from .board import Board
-from .common import NO_ANSWER, AdminClient
+from .common import NO_ANSWER, AdminClient, is_this_machine
 
 HELP = """\
 scale prefill=2 decode=4     how many replicas have their home in a pool
@@ -93,8 +93,10 @@ class Top(App[str]):
             board.update("\n".join(self._board.lines(cluster, decisions)))
 
     def _http_client(self) -> httpx.AsyncClient:
+        url = self._admin_client.url
         return httpx.AsyncClient(
-            base_url=self._admin_client.url,
+            base_url=url,
+            transport=httpx.AsyncHTTPTransport() if is_this_machine(url) else None,
             headers=self._admin_client.headers,
             timeout=REQUEST_TIMEOUT_S,
         )

@@ -7,6 +7,8 @@ import re
 import sys
 from typing import TextIO
 
+from .common import fail
+
 DIM = "\x1b[2m"
 NORMAL = "\x1b[0m"
 #: Characters by which a model's text could move the cursor, rename the window, and worse.
@@ -29,7 +31,10 @@ def printable(text: str) -> str:
 
 
 class AnswerWriter:
-    """Writes an answer as it arrives: what the model thinks dimmed, what it says as it is."""
+    """Writes an answer as it arrives: what the model thinks dimmed, what it says as it is.
+
+    Characters that the stream's encoding lacks end the command with a sentence.
+    """
 
     def __init__(self, stream: TextIO, *, silent: bool = False) -> None:
         self._stream = stream
@@ -66,5 +71,9 @@ class AnswerWriter:
         if self._silent:
             return
         self._has_written = True
-        self._stream.write(text)
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            fail(f"stdout is {encoding} and cannot have this answer: set PYTHONIOENCODING=utf-8")
         self._stream.flush()

@@ -146,7 +146,9 @@ def planner_config(config: ClusterConfig) -> PlannerConfig:
     bounds = {}
     for pool in ("prefill", "decode"):
         settings = config.pools.of(pool)
-        bounds[pool] = ReplicaBounds(minimum=settings.replicas_minimum, limit=settings.max_replicas)
+        bounds[pool] = ReplicaBounds(
+            minimum=settings.replicas_minimum, limit=settings.replicas_maximum
+        )
     return PlannerConfig(
         itl_s=config.slo.itl_ms / 1e3,
         pools=bounds,

@@ -210,7 +210,7 @@ class AdminGuard:
 
     async def __call__(self, request: HttpRequest, call_next: RequestResponseEndpoint) -> Response:
         """Answer a request, or refuse it. Health probes and the live page's files need no key."""
-        path = request.url.path
+        path = request.scope["path"]  # never by the URL, into which Starlette put the Host header
         if path in ("/", "/health") or path.startswith("/dashboard"):
             return await call_next(request)
         if path in ray_dashboard.PATHS and ray_dashboard.ray_asks_for_token():

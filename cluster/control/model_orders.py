@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 from typing import Any, Protocol
 
 from pydantic import ValidationError
 
 from ..applications import model_application_name
-from ..config import ClusterConfig, ConfigError
+from ..config import ClusterConfig, ConfigError, describe_message
 from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
 from ..launch.checkpoint import find_checkpoint
@@ -80,7 +81,7 @@ class ModelOrders:
         except ValidationError as error:
             mistake = error.errors()[0]
             place = ".".join(map(str, mistake["loc"]))
-            raise ApiError("invalid_request", f"{place}: {mistake['msg'].lower()}") from None
+            raise ApiError("invalid_request", f"{place}: {describe_message(mistake)}") from None
         config = config.named(name)
         refusal = self._refusal(name, config)
         if refusal:
@@ -91,6 +92,7 @@ class ModelOrders:
         except ConfigError as error:
             raise ApiError("invalid_request", str(error)) from None
         application = model_application_name(slug_of(name))
+        config = _with_own_log_folder(config, slug_of(name))
         if not dry_run:
             model = PreparedModel(application, config, checkpoint)
             deployed = serve_model_application(model)
@@ -191,6 +193,18 @@ class ModelOrders:
             calm_looks = calm_looks + 1 if is_calm else 0
             if calm_looks * REMOVE_POLL_S >= CALM_S:
                 return
+
+
+def _with_own_log_folder(config: ClusterConfig, slug: str) -> ClusterConfig:
+    """Return the model's tree with a folder for its router's log that no other model has.
+
+    Its last part is the model's slug, as of an entry of `models` (`ClusterConfig.of_model`).
+    """
+    folder = config.router.log_folder
+    if folder is None or Path(folder).name == slug:
+        return config
+    router = config.router.model_copy(update={"log_folder": str(Path(folder) / slug)})
+    return config.model_copy(update={"router": router})
 
 
 async def _change(change: serve.ApplicationsChange) -> None:

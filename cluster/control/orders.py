@@ -49,10 +49,10 @@ def scale_refusal(config: ClusterConfig, counts: dict[str, int]) -> str | None:
         settings = config.pools.of(pool)
         if not settings.replicas:
             return f"the cluster was started without a {pool} pool (pools.{pool}.replicas 0)"
-        if not settings.replicas_minimum <= count <= settings.max_replicas:
+        if not settings.replicas_minimum <= count <= settings.replicas_maximum:
             return (
                 f"{pool}={count}: the configuration allows {settings.replicas_minimum} to "
-                f"{settings.max_replicas} "
+                f"{settings.replicas_maximum} "
                 f"(pools.{pool}.min_replicas, pools.{pool}.max_replicas)"
             )
     return None

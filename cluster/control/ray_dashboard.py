@@ -35,7 +35,11 @@ def token_refusal(headers: Mapping[str, str]) -> ApiError | None:
 
     if validate_request_token(headers.get("authorization", "")):
         return None
-    return ApiError("bad_key", "Ray's token is missing or wrong; `diptych serve` prints its path")
+    message = (
+        "Ray's token is missing or wrong: send the one of the Ray that the cluster runs on; if "
+        "`diptych serve` started that Ray, it printed the token's path"
+    )
+    return ApiError("bad_key", message)
 
 
 def ray_asks_for_token() -> bool:

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ...protos import admin_pb2, admin_pb2_grpc
 from ..config import ControlSettings
-from ..gateway.edge.grpc_edge import CONNECTION_LIMITS, DETAILS, bind, status_of
+from ..gateway.edge.grpc_edge import DETAILS, bind, connection_limits, status_of
 from ..gateway.errors import ApiError
 from .cluster_operations import ClusterOperations
 from .http import BIND_RETRY_S, BIND_TIMEOUT_S, AdminGuard
@@ -183,7 +183,7 @@ def _make_server(service: AdminService) -> grpc.aio.Server:
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", REQUEST_BYTES_LIMIT),
-            *CONNECTION_LIMITS,
+            *connection_limits(),
             ("grpc.so_reuseport", 0),  # a taken port is an error; 1 would share it
         ]
     )

@@ -13,8 +13,9 @@ from .orders import WorkerStatistics
 from .reach import find_unreached_targets
 from .serve import PoolObservation
 
-#: Counts of requests that are added up over the gateways; "good" ones met both targets of the SLO:
-#: those of the time to the first token and of the gaps between tokens.
+#: Counts of requests that are added up over the gateways. "good" ones met both of their own
+#: targets: that of the time to the first token, and that of the gaps between tokens. "retries" are
+#: failed attempts.
 REQUEST_COUNTS = ("running", "finished", "good", "refused", "cancelled", "retries")
 
 #: What the router answers; `gateways` and `loading` are what its gateways and new workers told it.
@@ -39,7 +40,7 @@ def summarize(
     have, or there are other `reasons` (`health.HealthWatch`); the status names them all.
 
     A draining or flipping worker counts as its pool's, because the pool lacks no worker while one
-    changes. It serves no request meanwhile, so a role that only such workers have is `missing`.
+    changes. It takes no new request meanwhile, so a role that only such workers have is `missing`.
     A leaving worker counts for neither: its process is about to end.
 
     `unreached` are targets that are out of reach at the present load.

@@ -68,6 +68,9 @@ class AnswerMemory:
         #: The open connections of the HTTP server; none where Serve's proxies listen.
         self.list_connections: Callable[[], Iterable[ClientConnection]] = list
         self.cut_connections = Counter[str]()  #: Connections that were closed here, by reason.
+        # What shelves counted that are gone: counters must not fall.
+        self._past_cut_readers = Counter[str]()  #: Readers that they cut off, by reason.
+        self._past_forgotten = 0  #: Answers that they forgot for room.
         self._capacity = capacity
         self._list_shelves = list_shelves
         self._trimmer = _Trimmer(give_memory_back or _find_malloc_trim())
@@ -134,12 +137,22 @@ class AnswerMemory:
 
     # ---- state -----------------------------------------------------------------------------------
 
+    def keep_counts(self, shelf: Shelf) -> None:
+        """Keeps what a shelf has counted, which is not listed any more."""
+        self._past_cut_readers.update(shelf.cut_readers)
+        self._past_forgotten += shelf.forgotten
+
     def cut_counts(self) -> Counter[str]:
         """Returns how many readers and connections were cut off, by reason."""
-        counts = Counter(self.cut_connections)
+        counts = self.cut_connections + self._past_cut_readers
         for shelf in self._list_shelves():
             counts.update(shelf.cut_readers)
         return counts
+
+    @property
+    def forgotten(self) -> int:
+        """How many answers were forgotten before their window ended, for room."""
+        return self._past_forgotten + sum(shelf.forgotten for shelf in self._list_shelves())
 
     def statistics(self) -> dict[str, Any]:
         """Returns what `diptych status` shows of the gateway's memory."""
@@ -148,7 +161,7 @@ class AnswerMemory:
             "unread_bytes": self.unread_bytes,
             "limit_bytes": self.limits.gateway_bytes,
             "cut_off": dict(self.cut_counts()),
-            "forgotten": sum(shelf.forgotten for shelf in self._list_shelves()),
+            "forgotten": self.forgotten,
             "rss_mib": resident_bytes() >> 20,
         }
 
@@ -160,8 +173,7 @@ class AnswerMemory:
         counts = self.cut_counts()
         for reason in CutReason:
             yield MetricRow("cut_readers_total", counts[reason], {"reason": reason})
-        forgotten = sum(shelf.forgotten for shelf in self._list_shelves())
-        yield MetricRow("forgotten_answers_total", forgotten)
+        yield MetricRow("forgotten_answers_total", self.forgotten)
 
 
 class _Holder:

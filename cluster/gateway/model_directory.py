@@ -40,7 +40,10 @@ class ModelDirectory:
         await self._watch.start()
 
     async def stop(self) -> None:
-        """Serves no further models. Those that are served stay, but for those that leave."""
+        """Serves no further models, and waits for none that leaves.
+
+        All models stay open: the service ends them.
+        """
         await self._watch.stop()
         tasks = [*self._leaving]
         for task in tasks:
@@ -88,3 +91,4 @@ class ModelDirectory:
         await model.end_requests()
         await model.close()
         self._service.peers.forget_router(model.plane)
+        self._service.forget(model)

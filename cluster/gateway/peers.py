@@ -66,6 +66,7 @@ class GatewayPeers:
         self._listener = FrameListener(secret, frames.FramesToGateway, self._serve)
         self._exchange: asyncio.Task[None] | None = None  #: Tells the others what keys use.
 
+        self._introduced = False  #: True once any router has told of the others.
         #: The gateways that each router names, by what stands for the router.
         self._directories: dict[object, dict[str, str]] = {}
         self._names: dict[str, str] = {}  #: Of the other gateways, by their tags.
@@ -91,6 +92,8 @@ class GatewayPeers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for name in self._dialing:
+            self._end_calls(name)
         self._dialing.clear()
         for connection in [*self._callers.values(), *self._connections.values()]:
             connection.abort()
@@ -106,6 +109,11 @@ class GatewayPeers:
         return 1 + len(self._dialing)
 
     @property
+    def alone(self) -> bool:
+        """Whether this gateway is known to be the only one, so that there is nobody to ask."""
+        return self._introduced and not self._dialing
+
+    @property
     def connected(self) -> int:
         """How many other gateways can be asked now."""
         return len(self._connections)
@@ -118,24 +126,28 @@ class GatewayPeers:
         A gateway is gone when no router names it and its connection has ended: a router that is
         new does not know all of them yet.
         """
+        self._introduced = True
         own_name = self.name
-        self._directories[router] = {
-            card.name: card.address for card in cards if card.name != own_name
-        }
+        directory = {card.name: card.address for card in cards if card.name != own_name}
+        self._replace_directory(router, directory)
+
+    def forget_router(self, router: object) -> None:
+        """Forgets what a router has named, whose model is gone."""
+        self._replace_directory(router, {})
+        del self._directories[router]
+
+    def _replace_directory(self, router: object, directory: dict[str, str]) -> None:
+        """Takes what a router names now, and gives up the gateways that are gone."""
+        self._directories[router] = directory
         for name in list(self._dialing):
             if not self._is_named(name) and name not in self._connections:
                 self._dialing[name].cancel()
                 self._forget(name)
-        for name, address in self._directories[router].items():
+        for name, address in directory.items():
             if name not in self._dialing:
                 dialing = self._keep_connected(name, address)
                 self._dialing[name] = asyncio.get_running_loop().create_task(dialing)
                 self._names[gateway_tag(self._identity.secret, name)] = name
-
-    def forget_router(self, router: object) -> None:
-        """Forgets what a router has named, whose model is gone."""
-        self.update(router, [])
-        del self._directories[router]
 
     def _forget(self, name: str) -> None:
         """Forgets a gateway that is gone."""
@@ -172,7 +184,7 @@ class GatewayPeers:
     ) -> frames.ResponseFound | None:
         """Returns a response that another gateway has stored; None if none of them has it.
 
-        Raises ApiError if that cannot be said, as a gateway does not answer.
+        Raises ApiError if that cannot be said, as a gateway does not answer or is not known yet.
         """
         return await self._ask(
             response_id,
@@ -192,7 +204,7 @@ class GatewayPeers:
     ) -> frames.AnswerTaken | None:
         """Returns the answers that another gateway has kept, which it forgets; None if none has.
 
-        Raises ApiError if that cannot be said, as a gateway does not answer.
+        Raises ApiError if that cannot be said, as a gateway does not answer or is not known yet.
         """
         return await self._ask(
             request_id,
@@ -220,8 +232,12 @@ class GatewayPeers:
     ) -> Reply | None:
         """Asks the gateway that gave an id, and then the others, until one has what is asked for.
 
-        Raises ApiError if none has it and one of them did not answer.
+        Raises ApiError if none has it and one of them did not answer, or if no router has told of
+        the others yet.
         """
+        if not self._introduced:
+            message = "this gateway does not know the other gateways yet; try again"
+            raise ApiError("no_capacity", message)
         giver = self._giver(client_id)
         others = [name for name in self._dialing if name != giver]
         silent = 0
@@ -322,7 +338,11 @@ class GatewayPeers:
                 assert_never(frame)
 
     async def _tell_usage(self) -> None:
-        """Tells the other gateways what keys use at this one, as long as that is not always none."""
+        """Tells the other gateways again and again what keys use at this one.
+
+        Nothing is told while no key uses anything, but for the first time, which ends what was told
+        before.
+        """
         told_any = False
         while True:
             await asyncio.sleep(EXCHANGE_S)

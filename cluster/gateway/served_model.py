@@ -248,12 +248,13 @@ class ServedModel:
         Returns what the client says of coming back, with `keep_generating` also set if the other
         gateway generated the answers without a reader. The other gateways are asked only if the
         client says that it comes back, or if one that lives gave the request its id; otherwise
-        every new request would have to ask all of them. Raises ApiError.
+        every new request would have to ask all of them. Raises ApiError, also if the others cannot
+        be asked: what one of them keeps may not be generated anew, while that one goes on.
         """
         resume = request.terms.resume
         peers = self._facilities.peers
         comes_back = bool(resume.cursors) or peers.gave(request.id)
-        if comes_back and peers.gateways > 1 and self.shelf.lacks(request):
+        if comes_back and not peers.alone and self.shelf.lacks(request):
             tenant = request.terms.tenant
             digest = digest_of(request, output)
             taken = await peers.take_answer(self.name, tenant, request.id, digest)
@@ -347,9 +348,10 @@ class ServedModel:
     def _account(self, request: Request, end_reason: str, status: int) -> frames.RequestOutcome:
         """Counts what the request was like for its client.
 
-        Goodput and latencies count once for each request, though its client may come back, and the
-        router gets the outcome once. A later run counts with its status only. `end_reason` and
-        `status` are those of a request without a complete answer.
+        Goodput and latencies count once for each `Request`, and the router gets the outcome once. A
+        later run of the same one counts with its status only. A client that comes back for answers
+        that had stopped makes a new `Request`, which counts again, with the tokens of the earlier
+        one. `end_reason` and `status` are those of a request without a complete answer.
         """
         if request.finish_reason:
             self.finished += 1
@@ -401,8 +403,8 @@ class ServedModel:
             return ["router"]
         roles = {card.role for card in self.plane.cards.values()}
         needed_roles = {"decode"}
-        if self.config.router.disaggregate != "never":
-            needed_roles.add("prefill")
+        if self.config.router.disaggregate == "always":
+            needed_roles.add("prefill")  # with `auto`, decode workers compute prompts without one
         missing_roles = sorted(needed_roles - roles)
         if not missing_roles and not self.plane.ready:
             return ["connections"]

@@ -40,6 +40,8 @@ class GatewayService:
         self.config = config
         #: The models by the name that answers have, in the order in which they came.
         self.models: dict[str, ServedModel] = {}
+        #: Models that take no new request, whose last requests still run.
+        self._leaving: list[ServedModel] = []
         #: What is done with fields of bodies that nothing here reads.
         self.reading = Reading.STRICT if config.gateway.strict else Reading.LENIENT
         #: Names that the header `x-slo-class` may have.
@@ -64,7 +66,7 @@ class GatewayService:
         self.memory = AnswerMemory(
             limits_of(config.gateway),
             self.capacity,
-            lambda: [model.shelf for model in self.models.values()],
+            lambda: [model.shelf for model in self._running_models()],
         )
         self.tracer = tracer_of(config.observability, "gateway", name)
         #: What each model is made with.
@@ -85,8 +87,18 @@ class GatewayService:
         self.models[model.name] = model
 
     def remove(self, model: ServedModel) -> None:
-        """Takes no more requests for a model; those that run go on."""
+        """Takes no more requests for a model; those that run go on until `forget`."""
         del self.models[model.name]
+        self._leaving.append(model)
+
+    def forget(self, model: ServedModel) -> None:
+        """Forgets a model that was removed, and has ended."""
+        self._leaving.remove(model)
+        self.memory.keep_counts(model.shelf)
+
+    def _running_models(self) -> list[ServedModel]:
+        """Returns the models that are served, and those that leave."""
+        return [*self.models.values(), *self._leaving]
 
     def find(self, name: str) -> ServedModel:
         """Returns the model of that name; of no name, the only one. Raises ApiError."""
@@ -130,13 +142,13 @@ class GatewayService:
 
     async def end_requests(self) -> None:
         """Ends open answers with the error `draining`, which new requests get at once."""
-        await asyncio.gather(*(model.end_requests() for model in self.models.values()))
+        await asyncio.gather(*(model.end_requests() for model in self._running_models()))
 
     async def close(self) -> None:
         """Ends the models, the threads, the metrics and the traces. The requests have ended."""
         await self.memory.close()
         await self.peers.close()
-        for model in self.models.values():
+        for model in self._running_models():
             await model.close()
         self.capacity.close()
         self.metrics.close()
@@ -146,8 +158,8 @@ class GatewayService:
     def missing(self, name: str = "") -> list[str]:
         """Returns what requests for a model would lack; empty: it can be served.
 
-        Without a name it is what requests for every model would lack. That is `model`, or what all
-        of them lack together (`ServedModel.missing`).
+        Without a name it is empty if any model can be served. Otherwise it is `model` if there is
+        none, or all that requests for one model or another would lack (`ServedModel.missing`).
         """
         if name:
             named = [model for model in self.models.values() if name in model.names]

@@ -7,7 +7,9 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Iterator, Set
 from pathlib import Path
+from typing import NamedTuple
 
 _SET_PARENT_DEATH_SIGNAL = 1  #: PR_SET_PDEATHSIG of linux/prctl.h
 _SET_CHILD_SUBREAPER = 36  #: PR_SET_CHILD_SUBREAPER
@@ -31,15 +33,39 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-def descendants(ancestor: int) -> set[int]:
-    """Return the processes below `ancestor` that have not ended."""
+class _ProcessState(NamedTuple):
+    """What /proc says of a process."""
+
+    letter: str  #: Z is a zombie: the process has ended, and its parent does not know yet.
+    parent: int
+
+
+def _read_state(process: int) -> _ProcessState | None:
+    """Return the state of a process; None if it is gone."""
+    try:
+        # The name, in parentheses, may hold anything, also bytes that are no text.
+        content = Path(f"/proc/{process}/stat").read_bytes()
+        letter, parent = content.rpartition(b")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return _ProcessState(letter.decode(), int(parent))
+
+
+def _all_processes() -> Iterator[tuple[int, _ProcessState]]:
+    """Yield the processes of this machine, or of this container."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        process = int(folder.name)
+        state = _read_state(process)
+        if state is not None:
+            yield process, state
+
+
+def descendants(ancestor: int, spare: Set[int] = frozenset()) -> set[int]:
+    """Return the processes below `ancestor` that have not ended, but `spare` and those below them."""
     children: dict[int, list[int]] = {}
-    for stat_file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
-            # The name, in parentheses, may hold anything; behind it are the state and the parent.
-            state, parent = stat_file.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                children.setdefault(int(parent), []).append(int(stat_file.parent.name))
+    for process, state in _all_processes():
+        if state.letter != "Z" and process not in spare:
+            children.setdefault(state.parent, []).append(process)
     found: set[int] = set()
     unvisited = [ancestor]
     while unvisited:
@@ -49,17 +75,18 @@ def descendants(ancestor: int) -> set[int]:
     return found
 
 
-def end_descendants(limit_s: float, spare: set[int]) -> set[int]:
-    """Kill the processes below this one but `spare`; return those that have not ended in time.
+def end_descendants(limit_s: float, spare: Set[int]) -> set[int]:
+    """Kill the processes below this one but `spare` and those below them.
 
+    Returns those that have not ended in time, among them any that this process may not kill.
     Processes that a dying one has just started are killed too, if `adopt_orphans` was called
     before: else they would no longer be below this one.
     """
     deadline = time.monotonic() + limit_s
     while True:
-        remaining = descendants(os.getpid()) - spare
+        remaining = descendants(os.getpid(), spare)
         for process in remaining:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
         reap_orphans(spare)
         if not remaining or time.monotonic() > deadline:
@@ -67,23 +94,18 @@ def end_descendants(limit_s: float, spare: set[int]) -> set[int]:
         time.sleep(_POLL_INTERVAL_S)
 
 
-def reap_orphans(spare: set[int]) -> None:
+def reap_orphans(spare: Set[int]) -> None:
     """Take note of the ends of children but `spare`: they would stay zombies otherwise.
 
     `spare` are children whose end somebody else waits for, as a `subprocess.Popen` does.
     """
-    for stat_file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            state, parent = stat_file.read_text().rpartition(")")[2].split()[:2]
-            process = int(stat_file.parent.name)
-            if state == "Z" and int(parent) == os.getpid() and process not in spare:
+    for process, state in _all_processes():
+        if state.letter == "Z" and state.parent == os.getpid() and process not in spare:
+            with contextlib.suppress(OSError):  # somebody else has just done so
                 os.waitpid(process, os.WNOHANG)
 
 
 def has_ended(process: int) -> bool:
     """Return whether a process is gone, or a zombie."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return True
-    return state == "Z"
+    state = _read_state(process)
+    return state is None or state.letter == "Z"

@@ -94,10 +94,9 @@ ROUTER = _metrics_of(
 ENGINE = _metrics_of(
     "worker",
     worker_info=_gauge("1 for what this worker is now", "role", "state"),
-    # A quarantined block may still be written by a peer that fell silent. `quarantined` counts its
-    # tiles, and those of all ranks together: it says whether there are any, not how many blocks. An
-    # orphaned block belongs to an attempt that the worker does not know.
-    kv_blocks=_gauge("KV blocks; `quarantined` (in tiles) and `orphaned` should be 0", "state"),
+    # A quarantined block may still be written by a peer that fell silent: on the rank that has most
+    # of them. An orphaned block belongs to an attempt that the worker does not know.
+    kv_blocks=_gauge("KV blocks; those `quarantined` and `orphaned` should be 0", "state"),
     running_requests=_gauge("Sequences in the running batch"),
     waiting_requests=_gauge("Sequences that wait for blocks or for their turn"),
     batch_tokens=_histogram("Tokens of a step: of prompts, and new ones"),
@@ -119,11 +118,12 @@ HOSTED_VLLM = _metrics_of(
 TRANSFER = _metrics_of(
     "worker",
     kv_transfer_bytes_total=_counter("KV that was sent, or has arrived", "direction"),
-    # These two are observed for each transfer that arrived, on each rank that took part in it.
+    # These two are observed once for each transfer that arrived: on the rank that took longest.
     kv_transfer_duration_seconds=_histogram("How long a transfer had a write under way"),
     kv_transfer_exposed_seconds=_histogram("From the end of the prefill to a transfer's arrival"),
     kv_transfer_checksum_seconds_total=_counter("CPU time of checksums"),
-    kv_transfer_failures_total=_counter("Failures of transfers and peers, of all ranks", "reason"),
+    # A transfer counts once, whatever the number of ranks; a peer's failure on each rank.
+    kv_transfer_failures_total=_counter("Failures of transfers, and of peers' ranks", "reason"),
     kv_sessions=_gauge("Open transfers by state, on all ranks together", "state"),
     kv_peers=_gauge("Other workers' ranks that are reached, from all ranks together"),
     kv_peer_bytes_total=_counter("KV that has arrived from this worker", "peer"),

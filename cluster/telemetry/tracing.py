@@ -14,6 +14,7 @@ the gateway's own is not recorded or sent. A client that asks for sampling gets 
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..gateway.attempt.request import Request
 
-FLUSH_TIMEOUT_MS = 2000  #: For spans that were not sent yet when the process ends.
+FLUSH_TIMEOUT_S = 2.0  #: For spans that were not sent yet when the process ends.
 #: How requests end that have not failed.
 SUCCESSFUL_REASONS = ("stop", "length", "cancelled")
 
@@ -114,9 +115,14 @@ class Tracer:
         return span
 
     def close(self) -> None:
-        """Send the spans that were not sent yet, and stop. Blocks for some seconds at most."""
-        self._provider.force_flush(FLUSH_TIMEOUT_MS)
-        self._provider.shutdown()
+        """Send the spans that were not sent yet, and stop. Blocks for `FLUSH_TIMEOUT_S` at most.
+
+        Spans that a collector has not taken by then are lost.
+        """
+        # The library itself waits for up to 30 s, whatever timeout it is given.
+        closing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
+        closing.start()
+        closing.join(FLUSH_TIMEOUT_S)
 
 
 def end_request_span(span: Span, request: Request, outcome: frames.RequestOutcome) -> None:
@@ -134,7 +140,12 @@ def end_request_span(span: Span, request: Request, outcome: frames.RequestOutcom
     if request.ttft_s is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = request.ttft_s
     span.set_attributes(attributes)
-    end_span(span, error_type="" if outcome.reason in SUCCESSFUL_REASONS else outcome.reason)
+    end_span(span, _error_type(outcome.reason))
+
+
+def _error_type(reason: str) -> str:
+    """Return what marks a span as failed that ended for this reason; empty: it has not failed."""
+    return "" if reason in SUCCESSFUL_REASONS else reason
 
 
 def end_span(span: Span, error_type: str = "") -> None:
@@ -185,7 +196,7 @@ class RoutingSpans:
                 span.set_attribute("diptych.prefix_hit_tokens", frame.hit_tokens)
                 end_span(span)
             case frames.AttemptRefused(key) | frames.AttemptOutcome(key) if key in self._attempts:
-                end_span(self._attempts.pop(key).span, error_type=frame.reason)
+                end_span(self._attempts.pop(key).span, _error_type(frame.reason))
 
     def end_gateway(self, gateway: str) -> None:
         """Ends the spans of all attempts of a gateway that is gone."""
@@ -208,7 +219,7 @@ class AttemptSpan:
 
 
 class WorkerSpans:
-    """Spans of the attempts on a worker, by the frames that it gets and sends.
+    """Spans of the attempts on a worker, by the frames that it gets and sends, and by their ends.
 
     An attempt has one open span at a time. On a decode worker it is `kv_transfer`, then `decode`;
     where no other worker computes the prompt, it is `prefill` and then `decode`.
@@ -283,7 +294,12 @@ class WorkerSpans:
                 self.end_attempt(key)
 
     def end_attempt(self, key: frames.AttemptKey, error_type: str = "") -> None:
-        """Ends the span of an attempt; with an `error_type` it is marked as failed."""
+        """Ends the span of an attempt, if it is open; with an `error_type` it counts as failed.
+
+        It is no failure that a gateway cancels an attempt: a stop string has ended the answer, or
+        the client has left. Some attempts end without a frame that says so: where the prefill
+        worker has given all tokens of an answer, the decode worker sends none.
+        """
         attempt = self._attempts.pop(key, None)
         if attempt:
             end_span(attempt.span, error_type)

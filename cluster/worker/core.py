@@ -110,6 +110,7 @@ class WorkerCore:
         *,
         send: Callable[[str, frames.FramesFromWorker], None],
         on_observation: Callable[[EngineObservation], None],
+        on_attempt_ended: Callable[[frames.AttemptKey], None] = lambda _: None,
         open_engine: OpenEngine | None = None,
     ) -> None:
         self.name = name
@@ -122,6 +123,7 @@ class WorkerCore:
         self._model = model
         self._send = send
         self._on_observation = on_observation
+        self._on_attempt_ended = on_attempt_ended
         self._open_engine = open_engine or engine_opener(config)
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, list[PeerCard]] = {}  #: by worker: a card for each of its ranks
@@ -348,8 +350,12 @@ class WorkerCore:
         self._carry_out(actions)
 
     def _carry_out(self, actions: Collection[RoleAction]) -> None:
-        """Do what the role decided; the tokens of one step reach each gateway in one frame."""
+        """Do what the role decided; the tokens of one step reach each gateway in one frame.
+
+        Whoever waits for the end of a decode attempt hears of it when its last frame is sent.
+        """
         step_tokens: dict[str, list[frames.AnswerTokens]] = {}
+        ended_attempts: list[frames.AttemptKey] = []
         for action in actions:
             match action:
                 case frames.DeliverFrame(gateway, frames.AnswerTokens() as tokens):
@@ -364,7 +370,7 @@ class WorkerCore:
                     assert self.tiering, "a role without tiers loads nothing from them"
                     self.tiering.load(action)
                 case DecodeAttemptEnded(attempt_key):
-                    self.ended_attempts.append(attempt_key)
+                    ended_attempts.append(attempt_key)
                 case ProbeEnded():
                     # Nobody waits any more if the caller of `probe` was cancelled.
                     if self._probe and not self._probe.done():
@@ -375,6 +381,9 @@ class WorkerCore:
                     assert_never(action)
         for gateway, answers in step_tokens.items():
             self._send(gateway, frames.EngineStepTokens(answers))
+        for attempt_key in ended_attempts:
+            self.ended_attempts.append(attempt_key)
+            self._on_attempt_ended(attempt_key)
 
     # ---- for operators ---------------------------------------------------------------------------
 

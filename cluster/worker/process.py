@@ -123,6 +123,7 @@ class WorkerProcess:
             model=self._model,
             send=self._send,
             on_observation=self._report,
+            on_attempt_ended=self._end_span,
         )
         self._stops.callback(self.core.stop)
         # The spans are sent before the core stops: Serve may kill a process that stops slowly.
@@ -282,8 +283,7 @@ class WorkerProcess:
             case frames.StartPrefill() | frames.StartDecode():
                 self._start_attempt(peer, frame)
             case frames.CancelAttempt():
-                if self._works:
-                    self._works.end_attempt(frame.attempt_key, "aborted")
+                self._end_span(frame.attempt_key)
                 self.core.cancel(frame)
             case frames.InspectProcess():
                 peer.send(frames.CallReply(frame.call_id, self.statistics()))
@@ -350,9 +350,14 @@ class WorkerProcess:
         peer.send(frames.CallReply(frame.call_id, values))
 
     def _forget_gateway(self, gateway: str) -> None:
-        self.core.gateway_gone(gateway)
-        if self._works:
+        if self._works:  # before the core ends the attempts, which would be no failures then
             self._works.end_gateway(gateway)
+        self.core.gateway_gone(gateway)
+
+    def _end_span(self, attempt_key: frames.AttemptKey) -> None:
+        """End the span of an attempt that has not failed, if it has an open one."""
+        if self._works:
+            self._works.end_attempt(attempt_key)
 
     def _send(self, gateway: str, frame: frames.FramesFromWorker) -> None:
         """Send a frame, or drop it where the gateway has gone: nobody waits for it any more."""

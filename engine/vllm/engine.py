@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine import EngineCoreOutput
 
-#: Steps that a reservation waits for: blocks may be there although the first step gives none, as
-#: its budget of tokens was spent on a prompt. Then the pool is too full.
+#: Steps with budget to spare that a reservation waits for. Without blocks in them the pool is too
+#: full. A step whose budget of tokens a long prompt takes up says nothing: vLLM has not looked.
 RESERVE_STEPS = 3
 GROWTH_RESERVE_SHARE = 16  #: One block in so many is left to answers that grow.
 BACKGROUND_PRIORITY = 1 << 40  #: Added to the priority of what is late; a lower one goes first.
@@ -185,19 +185,26 @@ class VllmEngine:
         """Prefills the sequence, then decodes it (or holds its blocks, if it stops there).
 
         A prompt for a transfer begins when the others leave it room (`held_share`). A sequence that
-        the pool can never hold is refused with the next step's events: vLLM would wait for ever.
+        is too long for the pool or the model is refused with the next step's events: for blocks
+        that the pool never has, vLLM would wait for ever.
         """
-        needed = self._blocks_for(len(sequence.token_ids) + 1)  # an id is sampled behind them
-        if needed > self.block_count or len(sequence.token_ids) >= self.max_model_len:
-            reason = (
-                f"no_capacity: {len(sequence.token_ids)} tokens, and the KV pool has room for "
-                f"{self.max_model_len}: raise pools.*.engine.kv_mib"
-            )
+        length = len(sequence.token_ids)
+        if length >= self.max_model_len:  # an id is sampled behind them
+            if self.max_model_len < self.block_count * self.limits.block_tokens:
+                reason = (
+                    f"no_capacity: {length} tokens, and a prompt and its answer have at most "
+                    f"{self.max_model_len} together, by the model or by model.max_model_len"
+                )
+            else:
+                reason = (
+                    f"no_capacity: {length} tokens, and the KV pool has room for "
+                    f"{self.max_model_len}: raise pools.*.engine.kv_mib"
+                )
             self._answers.append(SequenceOutput(sequence.attempt_key, error=reason))
         elif sequence.stop_after_first:
             self._deferred.append(sequence)
         else:
-            self._start(sequence, RequestState.WAITING, len(sequence.token_ids))
+            self._start(sequence, RequestState.WAITING, length)
 
     def _start_deferred(self) -> None:
         """Starts prompts for transfers, the most urgent first, while they leave room to others.
@@ -228,8 +235,9 @@ class VllmEngine:
     def reserve(self, sequence: Sequence) -> BlocksReserved | None:
         """Asks vLLM for blocks for KV that is going to arrive.
 
-        Returns None: vLLM gives blocks in a step, and the answer is among that step's events. It
-        returns a refusal at once where the pool is too full for the sequence and its growth.
+        Returns a refusal where the pool is too full now for the sequence and its growth. Else it
+        returns None: vLLM gives blocks in a step, and the answer is among the events of a later
+        step, which may be a refusal too.
         """
         needed = self.required_blocks(sequence)
         if self._requests:
@@ -371,8 +379,9 @@ class VllmEngine:
         ]
 
     def _forget(self, request: HostedRequest) -> None:
-        """Drops a request that vLLM has ended."""
-        self._requests.pop(request.request_id, None)
+        """Drops a request that vLLM has ended, and counts how often vLLM has preempted it."""
+        if self._requests.pop(request.request_id, None) is not None:
+            self._preemptions += request.vllm_request.num_preemptions
         self._names.forget_request(request.request_id)
         self._drawing.discard(request.request_id)
 
@@ -514,9 +523,8 @@ class VllmEngine:
         forks = [sequence.fork(index) for index in range(1, sequence.sampling.n)]
         logits = row.repeat(len(forks), 1)
         drawn = sample_tokens(logits, forks, self._grammars)
-        request.drawn_further = {
-            fork.answer_index: token for fork, token in zip(forks, drawn, strict=True)
-        }
+        # These forks are booked: drawing has left in them that a grammar is complete.
+        request.drawn_further = list(zip(forks, drawn, strict=True))
 
     # ---- vLLM's events of its prefix cache ---------------------------------------------------
 
@@ -566,7 +574,12 @@ class VllmEngine:
         return all(request.state in waiting for request in self._requests.values())
 
     def _refuse_overdue_reservations(self) -> None:
-        """Gives up reservations for which vLLM found no blocks in a few steps."""
+        """Gives up reservations for which vLLM found no blocks in a few steps.
+
+        While the ids of a step use up its budget, vLLM does not look at what waits for blocks.
+        """
+        if self._step_tokens >= self._scheduler.max_num_scheduled_tokens:
+            return
         for request in list(self._requests.values()):
             if request.state is not RequestState.RESERVING:
                 continue
@@ -602,15 +615,15 @@ class VllmEngine:
         request.drawn = None
         assert drawn is not None, "vLLM sampled an id that was not drawn here"
         further = request.drawn_further
-        request.drawn_further = {}
+        request.drawn_further = []
         scores = _prompt_scores(sequence, output.new_prompt_logprobs_tensors)
         events = self._book_token(sequence, drawn, scores)
         self._name_new_blocks(request)
         finished = sequence.finish_reason() is not None or output.finished
         if finished or sequence.stop_after_first or isinstance(drawn, SamplingFault):
             self._end(request)
-        for index, first in further.items():
-            events += self._book_further(sequence, index, first)
+        for fork, first in further:
+            events += self._book_further(fork, first)
         return events
 
     def _book_token(
@@ -646,24 +659,17 @@ class VllmEngine:
             )
         ]
 
-    def _book_further(
-        self, sequence: Sequence, index: int, first: Token | SamplingFault
-    ) -> list[StepEvent]:
+    def _book_further(self, fork: Sequence, first: Token | SamplingFault) -> list[StepEvent]:
         """Begins a further answer with its first token; on a prefill worker it ends with that."""
-        fork = sequence.fork(index)
-        # The first answer's id may have filled the block behind the prompt's full ones, and named
-        # it; here another id is in that place.
-        del fork.block_hashes[fork.prompt_tokens // self.limits.block_tokens :]
         events = self._book_token(fork, first)
         goes_on = isinstance(first, Token) and fork.finish_reason() is None
-        if goes_on and not sequence.stop_after_first:
+        if goes_on and not fork.stop_after_first:
             self._start(fork, RequestState.WAITING, fork.prompt_tokens)
         return events
 
     def _end(self, request: HostedRequest) -> None:
         """Ends a request in vLLM, if vLLM has not; pinned blocks stay for their transfer."""
         sequence = request.sequence
-        self._preemptions += request.vllm_request.num_preemptions
         if sequence.finish_reason() is not None:  # else the answer goes on elsewhere, or was left
             self._counters.request_preemptions.observe(request.vllm_request.num_preemptions)
         self._core.abort_requests([request.request_id])  # one that has ended is ignored

@@ -7,8 +7,8 @@ forced on vLLM one by one: it samples them and nothing else, and nobody is told 
 
 Life of a request:
     WAITING     vLLM computes it as soon as it can.
-    RESERVING   It is to get blocks for KV that is going to arrive; after a step it has them, or
-                vLLM had none.
+    RESERVING   It is to get blocks for KV that is going to arrive. It has them after the first
+                step that has budget for it; if vLLM has none in a few steps, it is refused.
     RECEIVING   It has blocks; a transfer writes into them, and vLLM waits.
     HELD        Its prompt is computed, and vLLM has ended it; our pins keep the blocks for a
                 transfer that reads them.
@@ -50,12 +50,12 @@ class HostedRequest:
     #: True if its prompt's KV came from a peer, so that computing it is no prefill unless vLLM has
     #: taken the blocks for others.
     received: bool = False
-    #: Steps that a RESERVING request has waited for blocks.
+    #: Steps with budget to spare in which a RESERVING request got no blocks.
     waited_steps: int = 0
     #: What this step drew for its next id; None while vLLM computes the prompt.
     drawn: Token | SamplingFault | None = None
-    #: With `drawn`, the first tokens of the further answers to its prompt, by answer index.
-    drawn_further: dict[int, Token | SamplingFault] = field(default_factory=dict)
+    #: With `drawn`, the further answers to its prompt, each with the first token drawn for it.
+    drawn_further: list[tuple[Sequence, Token | SamplingFault]] = field(default_factory=list)
     #: Further answers to its prompt that begin once its blocks are cached.
     waiting_forks: list[Sequence] = field(default_factory=list)
     computed_tokens: int = 0  #: Ids with KV, as vLLM schedules it; at the end of a step.

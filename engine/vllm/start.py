@@ -96,6 +96,7 @@ USED_ATTRIBUTES = {
         "finished_req_ids",
         "kv_cache_manager",
         "has_requests",
+        "max_num_scheduled_tokens",
     ),
     "core.scheduler.kv_cache_manager.block_pool": ("blocks", "num_gpu_blocks"),
 }

@@ -19,6 +19,7 @@ import httpx
 import typer
 from diptych import LLM
 from diptych.loadtests.laptop import cluster
+from diptych.loadtests.sse import EventDecoder
 
 DIPTYCH = Path(sys.executable).parent / "diptych"
 SERVE_OPTIONS = ["--prefill", "2", "--decode", "1", "--set", "router.disaggregate=always"]
@@ -65,10 +66,12 @@ def ask(endpoint: str, question: str) -> StreamedAnswer:
             response.read()
             sys.exit(f"{url} answered {response.status_code}: {response.text}")
         answer.route = response.headers.get("x-route", "").replace(",", " -> ")
-        for line in response.iter_lines():
-            if not line.startswith("data: {"):
+        decoder = EventDecoder()  # httpx's iter_lines would cut a text at U+2028
+        events = (event for content in response.iter_bytes() for event in decoder.feed(content))
+        for event in events:
+            if event.data == b"[DONE]":
                 continue
-            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+            for choice in json.loads(event.data)["choices"]:
                 answer.token_ids += choice.get("token_ids") or []
                 piece = choice["delta"].get("content")
                 if piece:

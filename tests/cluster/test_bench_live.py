@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from diptych.cluster.bench.live import compare
 from diptych.cluster.bench.live.cells import (
     Forecast,
     LiveOptions,
@@ -27,6 +29,7 @@ from diptych.cluster.bench.live.compare import (
     differing_requests,
     geometric_mean,
     run_figures,
+    table_document,
 )
 from diptych.cluster.bench.live.errors import LiveBenchError
 from diptych.cluster.bench.live.layouts import (
@@ -297,6 +300,51 @@ def test_a_peer_that_meets_nothing_gives_no_ratio_and_an_open_interval() -> None
 def test_other_requests_are_found() -> None:
     runs = [layout_runs("1M", [answer()]), layout_runs("vllm-pd", [answer()], digest="other")]
     assert differing_requests(runs) == ["vllm-pd-seed1"]
+
+
+def test_overloads_of_two_layouts_are_no_other_requests(tmp_path: Path) -> None:
+    """Each is a multiple of what its own layout can serve, so they never are the same."""
+    options = make_options(
+        tmp_path, "vllm-chunk256", "vllm-2x", table=LiveTable.OVERLOAD, cores=(0, 1)
+    )
+    cells = table_cells(options)
+    digests = {cell.key: "closed" if cell.label == "capacity" else cell.key for cell in cells}
+
+    def differing(digests: dict[str, str]) -> list[str]:
+        reports = {
+            key: ClientReport(digest, span_s=1.0, cpu_s=0.0, answers=[answer(error="503")])
+            for key, digest in digests.items()
+        }
+        results = {
+            key: CellResult(key, "", {}, started_s=0.0, wall_s=0.0, report=report)
+            for key, report in reports.items()
+        }
+        document: list[str] = table_document(options, cells, results, {})["differing_requests"]
+        return document
+
+    assert differing(digests) == []
+    capacity = "overload-vllm-2x-capacity-seed1"
+    assert differing(digests | {capacity: "other"}) == [capacity]
+
+
+def test_many_requests_are_drawn_a_part_at_a_time() -> None:
+    """An overload of 170,000 requests took gigabytes at once."""
+    runs = layout_runs("1M", [answer(error="503")] * 20_000)
+    tracemalloc.start()
+    try:
+        figures = run_figures(runs, [SLO])
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert figures["done_per_s"].interval == (0.0, 0.0)
+    assert peak_bytes < 250e6
+
+
+def test_parts_of_draws_are_as_good_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = layout_runs("1M", [answer()] * 30 + [answer(ttft_s=3.0)] * 10)
+    at_once = run_figures(runs, [SLO])
+    monkeypatch.setattr(compare, "BLOCK_INDICES", 100)  # two draws
+    assert run_figures(runs, [SLO]) == at_once, "requests of one seed are drawn row by row"
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

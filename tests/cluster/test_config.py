@@ -46,6 +46,10 @@ def test_a_ttft_target_is_an_expression_or_a_time_and_never_both() -> None:
         ({"slo.ttft": "3y"}, "slo.ttft: .*3y is no part of a target like"),
         ({"slo.tenants.acme.ttft": "fast"}, "slo.tenants.acme.ttft: .*no part of a target"),
         ({"router.classes.chat.ttft": "0s"}, "router.classes.chat.ttft: .*more than 0"),
+        ({"slo.ttft_ms": 100_000_000}, "slo: .*100000s: a time is at most a day"),
+        ({"slo.ttft_ms": float("inf")}, "slo.ttft_ms: .*finite"),
+        ({"slo.itl_ms": float("inf")}, "slo.itl_ms: .*finite"),
+        ({"slo.tenants.acme.itl_ms": float("nan")}, "slo.tenants.acme.itl_ms: .*finite"),
     ):
         with pytest.raises(ConfigError, match=said):
             load_config(None, wrong)
@@ -161,6 +165,40 @@ def test_what_is_wrong_is_said_without_the_secret(tmp_path: Path) -> None:
         assert "hunter2" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "gateway: {secret: hunter2}",
+        "gatway: {secret: hunter2}",
+        "secrets: hunter2",
+        "models: [{secret: hunter2}]",
+        "models: {a: [{secret: hunter2}]}",
+        "slo: {tenants: {secret: hunter2}}",
+        "slo: {itl_ms: {secret: hunter2}}",
+    ],
+)
+def test_a_secret_in_a_wrong_place_is_not_repeated(wrong: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(wrong)
+    with pytest.raises(ConfigError) as error:
+        load_config(file, {})
+    assert "hunter2" not in str(error.value) and wrong.partition(":")[0] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "pair", ["secret=@hunter2", "secret=[hunter2", "secret:hunter2", "=hunter2"]
+)
+def test_a_pair_that_cannot_be_read_is_refused_without_its_value(pair: str) -> None:
+    with pytest.raises(ConfigError, match="--set") as error:
+        parse_overrides([pair])
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_mistake_is_told_with_the_names_as_they_were_written() -> None:
+    with pytest.raises(ConfigError, match=r"value error, models: the name 'Qwen2' is given twice"):
+        load_config(None, {"models": {"Qwen2": None, "b": {"model": {"served_names": ["Qwen2"]}}}})
+
+
 def test_every_cluster_has_its_own_secret_and_passes_it_on() -> None:
     first, second = load_config(None, {}), load_config(None, {})
     assert first.secret != second.secret
@@ -171,6 +209,19 @@ def test_every_cluster_has_its_own_secret_and_passes_it_on() -> None:
 def test_an_override_through_a_value_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"silence_s in silence_s\.x is not a section"):
         load_config(None, {"silence_s": 1, "silence_s.x": 2})
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-7B", "Qwen2", "Qwen2.5"])
+def test_an_override_finds_an_entry_whose_name_has_dots(name: str) -> None:
+    def models() -> dict[str, Any]:
+        return {entry: {"slo": {"ttft": "3x"}} for entry in ("Qwen2.5-7B", "Qwen2", "Qwen2.5")}
+
+    values = parse_overrides([f"models.{name}.slo.itl_ms=50", "models.new.slo.itl_ms=40"])
+    config = load_config(None, {"models": models(), **values})
+    itl_ms = {entry: config.of_model(entry).slo.itl_ms for entry in config.models}
+    assert itl_ms == {"Qwen2.5-7B": 200, "Qwen2": 200, "Qwen2.5": 200, "new": 40, name: 50}
+    config = load_config(None, {"models": models(), f"models.{name}": {"slo": {"itl_ms": 9}}})
+    assert config.of_model(name).slo.itl_ms == 9 and len(config.models) == 3
 
 
 def test_drafts_are_off_unless_asked_for_and_bounded() -> None:

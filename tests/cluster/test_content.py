@@ -123,6 +123,9 @@ def test_where_an_answer_begins_is_seen_in_the_prompt() -> None:
     assert reasoning.state_behind("assistant\n") == "start"
     assert reasoning.state_behind("assistant\n<think>\n") == "thinking"
     assert reasoning.state_behind("<think>\n\n</think>\n\n") == "text"
+    assert reasoning.state_behind("<think>First, I", "<think>First, I") == "thinking"
+    assert reasoning.state_behind("<think>First, I") == "start", "whoever has said that"
+    assert reasoning.state_behind("Yes", "<think>So</think>Yes") == "start"
 
 
 def test_the_format_of_tool_calls_is_seen_in_the_template() -> None:

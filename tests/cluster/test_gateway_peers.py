@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
@@ -331,6 +332,33 @@ def test_ids_that_begin_no_answer_are_refused(pair: Pair, fields: dict, says: st
     assert refused.status_code == 400 and says in refused.text, refused.text
 
 
+def test_ids_for_several_prompts_are_refused_before_they_begin_an_answer(pair: Pair) -> None:
+    """A client that drops the field and sends the call again got answers that began with them."""
+    url = f"{pair.here.url}/v1/completions"
+    body = {"prompt": [QUESTION, QUESTION], "stream": True}
+
+    def events(name: str) -> list[dict[str, Any]]:
+        headers = {**pair.keys[0], "x-request-id": name}
+        answer = httpx.post(url, json=body, headers=headers, timeout=30)
+        lines = [line for line in answer.text.split("\n") if line.startswith("data: {")]
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    def texts(name: str) -> list[str]:
+        choices = [choice for event in events(name) for choice in event["choices"]]
+        return [
+            "".join(choice["text"] for choice in choices if choice["index"] == index)
+            for index in (0, 1)
+        ]
+
+    headers = {**pair.keys[0], "x-request-id": "refused"}
+    with_ids = {**body, "resume_token_ids": [50, 51]}
+    refused = httpx.post(url, json=with_ids, headers=headers)
+    assert refused.status_code == 400 and "one prompt" in refused.text, refused.text
+    refused = httpx.post(url, json=body, headers={**headers, "x-resume-from": "1"})
+    assert refused.status_code == 400 and "one prompt" in refused.text, refused.text
+    assert texts("refused") == texts("accepted")
+
+
 def test_behind_the_id_that_ends_an_answer_nothing_is_generated(pair: Pair) -> None:
     acme, _ = pair.keys
     end = next(iter(read_spec(CHECKPOINT).eos_ids))
@@ -348,6 +376,47 @@ async def test_of_gateways_that_have_ended_nothing_is_kept() -> None:
         await asyncio.sleep(0)
     assert list(peers._names.values()) == list(peers._dialing) == ["gateway/2"]
     await peers.close()
+
+
+async def test_a_gateway_that_was_told_of_no_other_cannot_say_that_there_is_nothing() -> None:
+    peers = peers_module.GatewayPeers("gateway/here", "s", 5.0, kept=None, door=None)  # type: ignore[arg-type]
+    peers.forget_router("a router that said nothing")
+    for asked in (peers.find_response("t", "r"), peers.take_answer("m", "t", "r", b"")):
+        with pytest.raises(ApiError, match="does not know the other gateways yet") as raised:
+            await asked
+        assert raised.value.reason == "no_capacity"
+    assert not peers.alone
+    peers.update("router", [f.GatewayCard("gateway/here", "127.0.0.1:1")])
+    assert peers.alone and await peers.find_response("t", "r") is None
+
+
+def test_a_client_that_comes_back_too_early_is_to_try_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the answer that another gateway keeps would be made a second time."""
+    acme, _ = pair.keys
+    first = cut(stream(pair.here, {**acme, "x-request-id": "early", "x-resume": "ids"}, 6))
+    monkeypatch.setattr(pair.there.gateway.peers, "_introduced", False)
+    name = {**acme, "x-request-id": "early", "x-resume-from": first[-1].id}
+    refused = httpx.post(pair.there.url + CHAT, json=BODY, headers=name)
+    assert refused.status_code == 503 and "does not know" in refused.text, refused.text
+    assert httpx.get(f"{pair.there.url}{RESPONSES}/x", headers=acme).status_code == 503
+    assert httpx.post(pair.there.url + CHAT, json=BODY, headers=acme).status_code == 200
+
+
+async def test_calls_that_wait_are_answered_when_the_gateway_ends() -> None:
+    peers = peers_module.GatewayPeers("gateway/here", "s", 5.0, kept=None, door=None)  # type: ignore[arg-type]
+    peers.update("router", [f.GatewayCard("gateway/there", "127.0.0.1:1")])
+    connection: Any = SimpleNamespace(send=lambda frame: None, abort=lambda: None)
+    peers._connections["gateway/there"] = connection
+    call = asyncio.ensure_future(peers.find_response("t", "r"))
+    await asyncio.sleep(0)
+    while not peers._calls:  # noqa: ASYNC110  # no event says it
+        await asyncio.sleep(0)
+    await peers.close()
+    async with asyncio.timeout(0.5):
+        with pytest.raises(ApiError, match="does not answer now"):
+            await call
 
 
 # ---- keys' limits --------------------------------------------------------------------------------

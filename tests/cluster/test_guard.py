@@ -214,6 +214,19 @@ def test_a_class_that_the_key_may_not_name_is_forbidden() -> None:
     assert (error.value.reason, error.value.http_status) == ("forbidden", 403)
 
 
+def test_a_call_that_names_no_class_has_one_that_the_key_allows() -> None:
+    assert read({}, a_key(classes=["batch"])).slo_class == "batch"
+    assert read({}, a_key(classes=["gone", "batch"])).slo_class == "batch"
+    assert read({}, a_key(classes=["batch", "interactive"])).slo_class == "interactive"
+    own = a_key(classes=["batch"], slo_class="interactive")
+    assert read({}, own).slo_class == "interactive", "the key's own class goes first"
+    assert read({}, a_key(classes=["batch"], slo_class="gone")).slo_class == "batch"
+    with pytest.raises(ApiError) as error:
+        read({}, a_key(classes=["gone"]))
+    assert (error.value.reason, error.value.http_status) == ("forbidden", 403)
+    assert "gone" in error.value.message
+
+
 def test_every_error_says_whether_to_try_again() -> None:
     for reason, kind in ERROR_KINDS.items():
         error = ApiError(reason, "no", retry_after_s=0.2)

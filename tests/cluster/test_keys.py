@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import stat
 import threading
 from pathlib import Path
@@ -225,3 +227,62 @@ def test_the_command_prints_a_key_once_lists_it_and_revokes_it(file: Path) -> No
     again = cli("revoke", key.id)
     assert again.exit_code == 1 and "has no key" in again.stderr
     assert "tenant" in cli("add", "--tenant", "a b").stderr
+
+
+# ---- the file is replaced ------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_changed_file_keeps_its_owner_and_mode(file: Path) -> None:
+    key, _ = add_key(file, "acme")
+    os.chown(file, 12345, 12346)
+    file.chmod(0o640)
+    revoke_key(file, key.id)
+    status = file.stat()
+    assert (status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode)) == (12345, 12346, 0o640)
+    assert read_keys(file).keys == ()
+
+
+def test_a_file_whose_owner_cannot_be_kept_stays_as_it_was(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, _ = add_key(file, "acme")
+
+    def denied(path: str, uid: int, gid: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chown", denied)
+    with pytest.raises(KeyFileError, match="belongs to the user "):
+        revoke_key(file, key.id)
+    assert read_keys(file).keys == (key,)
+    assert list(file.parent.iterdir()) == [file], "nothing is left behind"
+
+
+def test_behind_a_link_the_file_is_changed_and_the_link_stays(file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere" / "keys.yaml"
+    target.parent.mkdir()
+    file.symlink_to("elsewhere/keys.yaml")
+    key, _ = add_key(file, "acme")
+    assert file.is_symlink() and read_keys(target).keys == (key,)
+    revoke_key(file, key.id)
+    assert file.is_symlink() and read_keys(target).keys == ()
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_long_names_of_tenants_leave_the_columns_apart(file: Path) -> None:
+    tenant = "t" * 40
+    add_key(file, tenant, slo_class="interactive", classes=("interactive", "batch", "background"))
+    add_key(file, "b", requests_per_min=600)
+    lines = CliRunner().invoke(app, ["keys", "list", "-f", str(file)]).stdout.splitlines()
+    assert [re.split("  +", line)[1:] for line in lines] == [
+        ["TENANT", "CLASS", "MAY NAME", "PER MINUTE", "AT A TIME"],
+        [tenant, "interactive", "interactive, batch, background", "-", "-"],
+        ["b", "-", "all", "600", "-"],
+    ]
+
+
+def test_an_output_that_is_not_known_is_wrong_usage(file: Path) -> None:
+    done = CliRunner().invoke(app, ["keys", "list", "-f", str(file), "-o", "yaml"])
+    assert done.exit_code == 2 and done.stderr == "diptych: -o yaml: expected table or json\n"

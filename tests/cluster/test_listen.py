@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import resource
 import socket
 import ssl
 import time
@@ -399,11 +400,15 @@ def test_a_client_of_tls_that_stalls_is_cut_off(
     run(test, large, loop_factory, tls_cert=str(cert), tls_key=str(key))
 
 
+@pytest.mark.parametrize("limited_by", ["the constant", "the files that may be open"])
 def test_of_too_many_connections_without_a_request_the_oldest_goes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, limited_by: str
 ) -> None:
     """Strangers that say nothing, or ask once and stay, keep no client out."""
-    monkeypatch.setattr(listen, "RESTING_CONNECTIONS_MAX", 8)
+    if limited_by == "the constant":
+        monkeypatch.setattr(listen, "RESTING_CONNECTIONS_MAX", 8)
+    else:  # another limit than when the module was imported
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 32))
     request = b"GET / HTTP/1.1\r\nhost: g\r\n\r\n"
 
     async def test(port: int) -> None:

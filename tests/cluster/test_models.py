@@ -275,3 +275,25 @@ def test_a_list_that_lacks_a_model_once_takes_nothing_away(folders: tuple[Path, 
         eventually(lambda: not lists)
         assert gateway.model is model and chat(gateway, None).status_code == 200
         eventually(lambda: not looks._missed)
+
+
+def test_a_model_that_leaves_is_the_gateway_s_until_its_end(gateway: StandIn) -> None:
+    """Its answers count as memory, its counters stay, and the end of the gateway ends them too."""
+    other = gateway.gateway.find("other")
+    other.plane.submit = lambda worker, frame, **_: None  # type: ignore[method-assign]
+    other.shelf.cut_readers["reader_lags"] += 3
+    other.shelf.forgotten += 2
+    memory = gateway.gateway.memory
+    answers: list[httpx.Response] = []
+    client = threading.Thread(target=lambda: answers.append(chat(gateway, "other")))
+    client.start()
+    eventually(lambda: other.running == 1)
+    gateway.models.pop()
+    eventually(lambda: list(gateway.gateway.models) == ["demo"])
+    assert other.shelf in memory._list_shelves()
+
+    gateway.run(gateway.gateway.end_requests(), 20)
+    client.join(30)
+    assert answers[0].status_code == 503 and "draining" in answers[0].text
+    eventually(lambda: other.shelf not in memory._list_shelves())
+    assert memory.cut_counts()["reader_lags"] == 3 and memory.forgotten == 2

@@ -139,3 +139,22 @@ def test_the_memory_of_all_models_counts(tmp_path: Path, monkeypatch: pytest.Mon
     check_memory(models[:1])
     with pytest.raises(ConfigError, match="4 workers need"):
         check_memory(models)
+
+
+def test_arguments_of_vllm_are_no_default_for_a_model_of_another_engine(tmp_path: Path) -> None:
+    text = """
+engine: {kind: vllm, vllm: {quantization: awq}}
+models:
+  theirs: null
+  ours: {engine: {kind: diptych}}
+  same: {engine: {kind: vllm, vllm: {load_format: dummy}}}
+"""
+    config = load(text, tmp_path)
+    engines = {name: entry.engine for name, entry in config.models.items()}
+    assert (engines["ours"].kind, engines["ours"].vllm) == ("diptych", {})
+    assert (engines["theirs"].kind, engines["theirs"].vllm) == ("vllm", {"quantization": "awq"})
+    assert engines["same"].vllm == {"quantization": "awq", "load_format": "dummy"}
+    again = ClusterConfig.model_validate(config.model_dump())
+    assert again == config
+    with pytest.raises(ConfigError, match=r"engine\.vllm is set"):
+        load("models: {a: {engine: {kind: diptych, vllm: {load_format: dummy}}}}", tmp_path)

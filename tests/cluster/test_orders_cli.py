@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -28,6 +29,14 @@ def run(monkeypatch: pytest.MonkeyPatch, answers: dict, *words: str) -> tuple[in
     )
     done = CliRunner().invoke(app, list(words))
     return done.exit_code, done.output, control
+
+
+def status(workers: list[dict], has_router: bool = True, **others: dict) -> dict[str, Any]:
+    """Return a status of a model m with these workers, and of other models."""
+    own = {"router": {"waiting": 0} if has_router else None, "workers": workers}
+    models = {"m": own, **others}
+    joined = [worker for model in models.values() for worker in model["workers"]]
+    return {**own, "workers": joined, "models": models}
 
 
 SCALED = {"says": "decode 1 -> 2", "undo": "diptych scale decode=1", "dry_run": False}
@@ -82,7 +91,7 @@ def test_what_cannot_be_asked_ends_with_a_sentence(words: tuple[str, ...]) -> No
 def test_drain_self_goes_on_behind_a_worker_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["decode/a", "decode/b"]
     workers = [{"id": name, "address": "127.0.0.1:7"} for name in names]
-    control = Control({"/admin/v1/replicas": {"replicas": workers}})
+    control = Control({"/admin/v1/cluster": status(workers)})
 
     def ask(_: common.AdminClient, method: str, path: str, **given: Any) -> Any:
         if path == "/admin/v1/replicas/decode/a:drain":
@@ -101,7 +110,7 @@ def test_drain_self_hands_over_what_is_on_this_machine_only(
 ) -> None:
     here, there = {"id": "decode/a", "address": "127.0.0.1:7"}, {"id": "decode/b"}
     there |= {"address": "192.0.2.1:7"}  # RFC 5737: nobody's
-    answers = {"/admin/v1/replicas": {"replicas": [here, there]}}
+    answers = {"/admin/v1/cluster": status([here, there])}
     answers["/admin/v1/replicas/decode/a:drain"] = {"replicas": ["decode/a"]}
     code, said, control = run(monkeypatch, answers, "drain", "--self")
     assert code == 0 and said.startswith("drain decode/a\n")
@@ -109,5 +118,108 @@ def test_drain_self_hands_over_what_is_on_this_machine_only(
     assert control.posted == [("/admin/v1/replicas/decode/a:drain", body)]
 
 
-def test_addresses_of_this_machine_are_known() -> None:
+def test_drain_self_waits_for_a_router_that_knows_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = {"id": "decode/a", "address": "127.0.0.1:7"}
+    statuses = [status([], has_router=False), status([], has_router=False), status([here])]
+    control = Control({"/admin/v1/replicas/decode/a:drain": {"replicas": ["decode/a"]}})
+
+    def ask(_: common.AdminClient, method: str, path: str, **given: Any) -> Any:
+        return (
+            statuses.pop(0) if path.endswith("/cluster") else control.ask(_, method, path, **given)
+        )
+
+    monkeypatch.setattr(common.AdminClient, "_ask", ask)
+    done = CliRunner().invoke(app, ["drain", "--self"])
+    assert done.exit_code == 0 and done.output.startswith("drain decode/a\n")
+    assert statuses == []
+
+
+def test_drain_self_fails_where_no_router_says_who_works_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(roles, "ROUTER_WAIT_S", 0.3)
+    here = {"id": "decode/a", "address": "127.0.0.1:7"}
+    other = {"router": {"waiting": 0}, "workers": [here]}
+    answers = {"/admin/v1/cluster": status([], has_router=False, other=other)}
+    answers["/admin/v1/replicas/decode/a:drain"] = {"replicas": ["decode/a"]}
+    code, said, control = run(monkeypatch, answers, "drain", "--self")
+    assert code == 1 and "no router of m answers" in said
+    assert len(control.posted) == 1, "the other model's workers are drained all the same"
+
+
+# ---- waiting -------------------------------------------------------------------------------------
+
+BUSY = {"id": "decode/a", "jobs": 2, "state": "ready", "role": "decode"}
+NO_ROUTER = status([], has_router=False)
+
+
+def wait_through(
+    monkeypatch: pytest.MonkeyPatch, statuses: list[dict], *words: str
+) -> tuple[int, str, int]:
+    """Run a command with --wait; return its code, its output, and how many statuses it looked at.
+
+    The last status is that of all later looks.
+    """
+    looks: list[dict] = []
+
+    def look() -> dict:
+        looks.append(statuses[min(len(looks), len(statuses) - 1)])
+        return looks[-1]
+
+    monkeypatch.setattr(common, "POLL_INTERVAL_S", 0.001)
+    monkeypatch.setattr(
+        common.AdminClient,
+        "_remaining",
+        lambda self, describe_remaining: describe_remaining(look()),
+    )
+    path = "/admin/v1/replicas/decode/a"
+    answers = {f"{path}:drain": {"replicas": ["decode/a"]}}
+    answers[f"{path}:flip"] = {"before": {"decode/a": "decode"}}
+    code, said, _ = run(monkeypatch, answers, *words, "--wait")
+    return code, said, len(looks)
+
+
+def test_a_worker_that_is_missing_for_a_moment_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy, idle = status([BUSY]), status([{**BUSY, "jobs": 0}])
+    unseen = [NO_ROUTER] * 40 + [status([])] * 3  # Control was restarted; then it did not answer
+    statuses = [busy, *unseen, busy, *unseen, idle]
+    code, said, looks = wait_through(monkeypatch, statuses, "drain", "decode/a")
+    assert code == 0 and "idle after" in said and looks == len(statuses)
+    assert "decode/a: 2 left" in said and "decode/a: not in sight" in said
+
+
+def test_a_worker_that_stays_away_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = status([], other={"router": None, "workers": []})
+    code, said, looks = wait_through(monkeypatch, [status([BUSY]), gone], "drain", "decode/a")
+    assert code == 0 and "idle after" in said
+    assert (looks - 1) * 0.2 >= 3, "3 s of looks, at the interval that users have"
+
+
+def test_a_flip_waits_for_a_worker_that_is_missing_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flipping = status([{**BUSY, "state": "flipping"}])
+    done = status([{**BUSY, "role": "prefill"}])
+    words = ("flip", "decode/a", "--to", "prefill")
+    statuses = [flipping, NO_ROUTER, NO_ROUTER, status([]), done]
+    code, said, looks = wait_through(monkeypatch, statuses, *words)
+    assert code == 0 and "done after" in said and looks == len(statuses)
+    code, said, _ = wait_through(monkeypatch, [flipping, status([])], *words)
+    assert code == 1 and "decode/a did not become prefill" in said
+    refused = status([{**BUSY, "note": "no room"}])
+    code, said, _ = wait_through(monkeypatch, [flipping, refused], *words)
+    assert code == 1 and "no room" in said
+
+
+# ---- addresses -----------------------------------------------------------------------------------
+
+
+def test_addresses_of_this_machine_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert roles._is_local("127.0.0.1") and not roles._is_local("192.0.2.1")
+    # As where net.ipv4.ip_nonlocal_bind is 1: a socket can be bound to any address.
+    monkeypatch.setattr(socket.socket, "bind", lambda self, address: None)
+    assert roles._is_local("127.0.0.1") and not roles._is_local("192.0.2.1")
+    assert roles._is_local("127.0.0.2") and not roles._is_local("no.such.host.invalid")
+    assert roles._is_local("[::1]") or not socket.has_ipv6

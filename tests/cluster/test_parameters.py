@@ -109,16 +109,21 @@ TAGS = {
     "structures": [{"begin": "<f=a>", "schema": {"type": "null"}, "end": "</f>"}],
     "triggers": ["<f="],
 }
-TRIGGERED_TAGS = {
+TRIGGERED_TAGS: dict[str, Any] = {
     "type": "structural_tag",
     "format": {
         "type": "triggered_tags",
         "triggers": ["<f="],
+        "excludes": [],
         "tags": [
             {
                 "type": "tag",
                 "begin": "<f=a>",
-                "content": {"type": "json_schema", "json_schema": {"type": "null"}},
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": {"type": "null"},
+                    "style": "json",
+                },
                 "end": "</f>",
             }
         ],
@@ -144,6 +149,25 @@ TAGS_GRAMMAR = Grammar(
         ({"structures": [{"begin": "x"}]}, "needs structures and triggers"),
         ({"structures": [{"begin": "x"}], "triggers": ["y"]}, "none of the triggers begins 'x'"),
         ({"format": {"type": "or"}}, "triggered_tags"),
+        ({"format": {**TRIGGERED_TAGS["format"], "excludes": ["x"]}}, r"excludes: "),
+        (
+            {
+                "format": {
+                    **TRIGGERED_TAGS["format"],
+                    "tags": [
+                        {
+                            "begin": "<f=a>",
+                            "content": {
+                                "type": "json_schema",
+                                "json_schema": True,
+                                "style": "qwen_xml",
+                            },
+                        }
+                    ],
+                }
+            },
+            r"content\.style: ",
+        ),
         ("{", "structural_tag: invalid JSON"),
     ],
 )

@@ -280,6 +280,37 @@ def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
         load_config(None, {"gateway.origins": [origin]})
 
 
+@pytest.mark.parametrize(
+    "origin", ["https://UI.example", "HTTPS://ui.example", "app://Obsidian.md"]
+)
+def test_an_origin_with_an_upper_case_letter_is_refused_with_a_reason(origin: str) -> None:
+    with pytest.raises(ConfigError, match=f"origins.*lower case.*{origin.lower()}"):
+        load_config(None, {"gateway.origins": [origin]})
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "app://obsidian.md",
+        "tauri://localhost",
+        "vscode-webview://1a2b",
+        "chrome-extension://abcdefgh",
+        "http://[::1]:5173",
+    ],
+)
+def test_an_app_s_own_origin_may_be_listed(origin: str) -> None:
+    browsers(origins=[origin]).check("localhost:8000", origin)
+    with pytest.raises(ApiError, match="origins"):
+        browsers(origins=[origin]).check("localhost:8000", "app://other")
+
+
+def test_pages_without_an_origin_may_be_listed_where_a_key_is_needed() -> None:
+    """Any page can hide its origin, in a frame with `sandbox`."""
+    assert browsers(origins=["null"], api_keys_file="keys").cors_arguments()
+    with pytest.raises(ConfigError, match="origins: null without keys"):
+        load_config(None, {"gateway.origins": ["null"]})
+
+
 # ---- people --------------------------------------------------------------------------------------
 
 

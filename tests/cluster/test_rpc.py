@@ -94,6 +94,18 @@ def test_nothing_of_an_unforeseen_error_reaches_the_client() -> None:
     assert "secret" not in context.details and "secret" not in str(reply)
 
 
+@pytest.mark.parametrize("name", ["x_resume_from", "last_event_id"])
+def test_a_call_that_would_begin_half_way_is_refused(name: str) -> None:
+    context = Context(**{name: "12"})
+    [reply] = chat(AssertionError("nothing is prepared"), context)
+    assert context.code == grpc.StatusCode.INVALID_ARGUMENT
+    assert (reply.error.param, reply.request_id) == ("x-resume-from", "r")
+    assert "cannot be resumed half-way" in context.details
+    context = Context(**{name: "0"})  # from the beginning
+    chat(ApiError("not_found", "it was prepared"), context)
+    assert context.details == "it was prepared"
+
+
 def test_a_client_that_does_not_read_holds_up_its_tokens_and_loses_none() -> None:
     async def test() -> list[str]:
         request = Request("r", [1, 2], [], f.Sampling(999))

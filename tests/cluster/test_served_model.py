@@ -58,3 +58,18 @@ def test_an_error_counts_as_refused_and_a_client_that_left_as_cancelled(
     counts = model.statistics("")["requests"]
     others = {"running": 0, "finished": 0, "good": 0, "refused": 0, "cancelled": 0, "retries": 0}
     assert counts == others | {counter: 1}
+
+
+@pytest.mark.parametrize(
+    ("disaggregate", "missing"), [("always", ["prefill"]), ("auto", []), ("never", [])]
+)
+def test_only_a_router_that_always_disaggregates_needs_a_prefill_worker(
+    disaggregate: str, missing: list[str]
+) -> None:
+    model = served_model()
+    model.config = ClusterConfig.model_validate({"router": {"disaggregate": disaggregate}})
+    plane: Any = model.plane
+    plane.link.connected = True
+    plane.cards = {"decode/0": SimpleNamespace(role="decode")}
+    plane.ready = True
+    assert model.missing() == missing

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from diptych.cluster.launch import processes
 from diptych.cluster.launch.processes import has_ended
 from diptych.cluster.launch.supervisor import (
     LOST_EXIT_CODE,
@@ -80,9 +81,9 @@ def started(place: Path, count: int) -> list[str]:
 
 
 def nothing_is_left(place: Path, lines: list[str]) -> bool:
-    processes = [int(word) for line in lines for word in line.split() if word.isdigit()]
-    assert processes
-    return all(has_ended(process) for process in processes) and not list(place.glob("ray-*"))
+    pids = [int(word) for line in lines for word in line.split() if word.isdigit()]
+    assert pids
+    return all(map(has_ended, pids)) and not list(place.glob("ray-*"))
 
 
 def test_a_lost_cluster_is_started_again_and_nothing_of_it_is_left(tmp_path: Path) -> None:
@@ -121,8 +122,8 @@ def test_when_the_supervisor_is_killed_its_cluster_stops(tmp_path: Path) -> None
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert started(tmp_path, 2)[-1] == "stopped"
-        processes = [int(number) for number in lines[0].split()]
-        eventually(lambda: all(has_ended(number) for number in processes))
+        pids = [int(number) for number in lines[0].split()]
+        eventually(lambda: all(map(has_ended, pids)))
 
 
 def test_a_process_that_was_there_before_is_let_alone(tmp_path: Path) -> None:
@@ -137,6 +138,56 @@ def test_a_process_that_was_there_before_is_let_alone(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (7, "let alone\n"), done.stderr
+
+
+#: Ends a descendant whose name is no text, and not the new child of an older process.
+WITH_OTHERS = """
+import ctypes, os, subprocess, sys, time
+from diptych.cluster.launch.processes import adopt_orphans, descendants, end_descendants, has_ended
+
+older = subprocess.Popen(
+    ["sh", "-c", "read line; sleep 600 & echo $!; wait"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+)
+spare = descendants(os.getpid())
+assert spare == {older.pid}, spare
+adopt_orphans()
+older.stdin.write(b"now\\n")
+older.stdin.flush()
+of_the_older = int(older.stdout.readline())
+
+named = os.fork()
+if not named:
+    ctypes.CDLL(None).prctl(15, b"\\xff\\xfe) S 1")  # PR_SET_NAME
+    os.close(1)
+    time.sleep(600)
+while b"\\xff" not in open(f"/proc/{named}/comm", "rb").read():
+    time.sleep(0.01)
+assert not has_ended(named)
+assert end_descendants(10.0, spare=spare) == set()
+assert has_ended(named) and not has_ended(of_the_older)
+older.kill()
+os.kill(of_the_older, 9)
+"""
+
+
+def test_any_name_is_ended_and_what_belongs_to_others_is_not() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_OTHERS], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_that_may_not_be_killed_is_among_those_that_have_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def denied(process: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(processes, "descendants", lambda ancestor, *others: {4711})
+    monkeypatch.setattr(processes, "reap_orphans", lambda spare: None)
+    monkeypatch.setattr(os, "kill", denied)
+    assert processes.end_descendants(0.05, spare=set()) == {4711}
 
 
 LOST = ChildEnd(LOST_EXIT_CODE, was_ready=True, was_told_to_end=False)

@@ -66,3 +66,42 @@ def test_a_process_whose_draining_is_cancelled_ends_all_the_same() -> None:
             assert replica.wait(20) == 0
         finally:
             replica.kill()
+
+
+@pytest.mark.parametrize("blocking_call", ["time.sleep(60)", "ctypes.PyDLL(None).sleep(60)"])
+def test_a_process_whose_loop_is_blocked_ends_soon_after_its_limit(blocking_call: str) -> None:
+    """A call that keeps Python's lock stops all of its threads, not the process's end."""
+    code = REPLICA.format(drains_s=60.0, limit_s=0.2).replace(
+        "await asyncio.sleep(60.0)", f"import time; {blocking_call}"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as replica:
+        try:
+            assert replica.stdout is not None
+            assert replica.stdout.readline() == "ready\n"
+            replica.send_signal(signal.SIGTERM)
+            out, err = replica.communicate(timeout=20)
+            assert out.split() == ["drains"] and replica.returncode == 1
+            assert "in end" in err, "it says what it waited for"
+        finally:
+            replica.kill()
+
+
+def test_a_draining_that_fails_is_not_called_a_success() -> None:
+    code = REPLICA.format(drains_s=0.0, limit_s=30.0).replace(
+        'print("drained", flush=True)', 'raise ValueError("no")'
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as replica:
+        try:
+            assert replica.stdout is not None
+            assert replica.stdout.readline() == "ready\n"
+            replica.send_signal(signal.SIGTERM)
+            _, err = replica.communicate(timeout=20)
+            assert replica.returncode == 0
+            assert "draining failed" in err and "drained" not in err.rpartition("no")[2]
+            assert "the process ends after" in err
+        finally:
+            replica.kill()

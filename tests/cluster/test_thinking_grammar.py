@@ -147,6 +147,38 @@ def test_the_prompt_says_whether_a_thought_has_begun_or_ended(
     assert thinking == (ThinkingBudget(3, end_id) if is_open else None)
 
 
+@pytest.mark.parametrize(
+    ("role", "said", "thinks"),
+    [
+        ("assistant", "<think>\nFirst, I", True),
+        ("assistant", "<think>So</think>Or <think>\nFirst, I", True),
+        ("assistant", "<think>So</think>First, I", False),
+        ("user", "<think>\nFirst, I", False),
+    ],
+)
+def test_a_thought_that_the_client_began_goes_on(
+    tmp_path: Path, role: str, said: str, thinks: bool
+) -> None:
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}</m>{% endfor %}{# <think> #}"
+    made = model(tmp_path, template, "<think>", "</think>")
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": said}]
+    body = chat(messages=messages, continue_final_message=True, thinking_token_budget=3)
+    body.check(made, LIMITS)
+    prompt = body.prompt(made)
+    assert made.decode(prompt.token_ids).endswith("First, I")
+    thinking = body.sampling(made, "r", 1, LIMITS).thinking
+    assert thinking is not None and bool(thinking.start_ids) is not thinks
+    parser = ContentParser(body.content_rules(made, prompt))
+    parts = [*parser.feed("look.</think>Yes."), *parser.end()]
+    wanted = ("look.", "Yes.") if thinks else ("", "look.</think>Yes.")
+    assert (joined(parts, "reasoning"), joined(parts, "content")) == wanted
+
+    bound = chat(
+        messages=messages, continue_final_message=True, response_format={"type": "json_object"}
+    )
+    assert admits(tmp_path, made, bound, "look.</think>{}") is thinks
+
+
 def test_a_model_that_does_not_think_gets_no_room_for_it(tmp_path: Path) -> None:
     made = model(tmp_path, "{{ messages }}", "<think>", "</think>")
     assert grammar_of(made, chat(response_format={"type": "json_object"})).prefix == ""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import time
 
+import pytest
 from diptych.cluster.config import ObservabilitySettings
 from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.attempt.terms import Terms
+from diptych.cluster.telemetry import tracing
 from diptych.cluster.telemetry.gateway_metrics import outcome_of
 from diptych.cluster.telemetry.tracing import (
     RoutingSpans,
@@ -84,14 +88,28 @@ def test_failures_are_said_and_nothing_is_left_open() -> None:
         routing_spans.handle_reply(f.AttemptRefused(("r0", 0), "queue_full", "", 1.0))
         worker_spans.end_gateway("g")
         routing_spans.end_gateway("g")
-        worker_spans.end_attempt(("r2", 0), "aborted")
+        worker_spans.end_attempt(("r2", 0))
         routing_spans.handle_reply(f.AttemptOutcome(("r2", 0), reason="cancelled"))
         assert worker_spans._attempts == {} and routing_spans._attempts == {}
         worker.close()
         router.close()
         failed = sorted(span.failed for span in collector.spans)
-    said = ["aborted", "cancelled", "gateway_gone", "gateway_gone", "kv_checksum", "queue_full"]
-    assert failed == said
+    said = ["gateway_gone", "gateway_gone", "kv_checksum", "queue_full"]
+    assert failed == ["", "", *said], "a client that leaves is no failure"
+
+
+def test_a_collector_that_does_not_answer_holds_no_process_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tracing, "FLUSH_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        made = tracer_of(ObservabilitySettings(otlp_endpoint=address), "worker", "w")
+        assert made
+        made.start_span("prefill", SAMPLED).end()
+        begun_s = time.monotonic()
+        made.close()
+        assert time.monotonic() - begun_s < 2.0
 
 
 def test_a_local_prefill_turns_into_decode_and_ends_with_its_last_answer() -> None:

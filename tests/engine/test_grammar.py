@@ -155,6 +155,59 @@ def test_a_trigger_begins_a_structure(
         assert may_end is (text in admitted or text == "x<f=a>null</f>"), text
 
 
+def with_special(folder: Path, *tokens: str) -> tuple[GrammarCompiler, Tokenizer]:
+    """The checkpoint with further special tokens, as far as its vocabulary has room."""
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens([*tokens])
+    tokenizer.save(str(path))
+    vocab = max(VOCAB, tokenizer.get_vocab_size())
+    return GrammarCompiler(folder, vocab, (END,)), tokenizer
+
+
+@pytest.mark.parametrize(
+    ("trigger", "begin"),
+    [
+        ("\n<call>", "\n<call>"),
+        ("\n<call>[", "\n<call>["),
+        ("\n<call>", "\n<call>["),
+        ("\n<ca", "\n<call>"),
+        ("\n<[<call>", "\n<[<call>"),
+        ("\n<[", "\n<[x]>"),
+        ("<ca", "<call>["),
+        ("<call>", "<call>["),
+        ("<call>[", "<call>["),
+    ],
+)
+@pytest.mark.parametrize("at_least_one", [False, True])
+def test_a_trigger_may_have_a_special_token(
+    llama: Path, trigger: str, begin: str, at_least_one: bool
+) -> None:
+    compiler, tokenizer = with_special(llama, "<call>", "</call>")
+    tag = {"trigger": trigger, "begin": begin, "schema": {"type": "null"}, "end": "</call>"}
+    other = {"trigger": "<f=", "begin": "<f=a>", "schema": {"enum": [1]}, "end": "</f>"}
+    tags = {"structures": [tag, other], "at_least_one": at_least_one, "stop_after_first": False}
+    grammar = Grammar("structural_tag", json.dumps(tags))
+
+    def may_end_behind(text: str) -> bool:
+        matcher = compiler.matcher(grammar, (END,))
+        for token_id in tokenizer.encode(text, add_special_tokens=False).ids:
+            if not matcher.allowed[token_id]:
+                return False
+            matcher.consume([token_id])
+        return bool(matcher.allowed[END])
+
+    structure = f"{begin}null</call>"
+    assert may_end_behind(structure)
+    assert may_end_behind(f"a\n\nb{structure}c{structure}")
+    assert may_end_behind(f"a{structure}b<f=a>1</f>{structure}c")
+    assert may_end_behind("a\nb\n") is not at_least_one
+    assert not may_end_behind(f"a{begin}1</call>")
+    assert not may_end_behind(f"a{begin}null")
+    if begin.startswith("\n"):
+        assert not may_end_behind(f"a{structure.removeprefix(chr(10))}")
+
+
 @pytest.mark.parametrize(
     "grammar",
     [

@@ -87,7 +87,23 @@ def test_a_ticket_lands_with_the_bytes_of_its_source_and_is_counted(open_pair):
     assert sent["transfers"] == received["transfers"] == 1
     assert sent["sessions"] == received["sessions"] == 1
     assert sent["failures"] == received["failures"] == {}
+    assert sent["failed_lanes"] == received["failed_lanes"] == {}
     assert sent["tickets"] == received["tickets"] == {}
+
+
+def test_quarantined_blocks_are_those_of_the_pool_each_once(open_pair):
+    """A lane's tiles may be parts of a block, and lanes from several ranks share the blocks."""
+    two_tiles = KVLayout(1, 1, 32, 128, 1, "uint8", 1)
+    prefill, decode = open_pair(end=LaneEnd(two_tiles))
+    for ticket_id, blocks in ((X, [4, 9]), ("request#1", [9, 5])):
+        decode.submit(c.OfferBlocks(ticket_id, prefill.agent, blocks, 256))
+    received = decode.service._receiver.tickets
+    eventually(lambda: len(received) == 2, "both are offered")
+    assert decode.service.statistics()["quarantined"] == 0
+    for ticket in received.values():
+        ticket.state = t.ReceivingState.QUARANTINED
+        assert len(ticket.offer.tiles) == 4
+    assert decode.service.statistics()["quarantined"] == 3
 
 
 def test_many_tickets_at_once_all_land(open_pair):
@@ -111,7 +127,8 @@ def test_a_spoiled_block_breaks_the_ticket_and_never_lands(open_pair):
     assert decode.next() == t.TransferFailed(X, "checksum")
     assert decode.next() == t.BlocksFreed(X)
     assert isinstance(prefill.next(), t.PushEnded)
-    assert decode.service.statistics()["failures"] == {"checksum": 1}
+    assert decode.service.statistics()["failed_lanes"] == {"checksum": 1}
+    assert decode.service.statistics()["failures"] == {}
     ship(prefill, decode, "request#1")
     assert arrived(decode.next()) == landed("request#1")
     assert decode.blocks([4, 9, 5]) == prefill.blocks([1, 2, 3])

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from diptych.kv_transfer import commands as c
+from diptych.kv_transfer.statistics import TRANSFER_S, Histogram
 from diptych.kv_transfer.worker_transfers import WorkerTransfers
 
 from .test_fan import D, P, X, cards
@@ -32,7 +33,14 @@ class RecordingService:
         self.commands.append(command)
 
     def statistics(self):
-        return {"transport": "tcp", "sessions": 1, "tickets": {"sending": 2}}
+        return {
+            "transport": "tcp",
+            "sessions": 1,
+            "tickets": {"sending": 2},
+            "quarantined": 4 - self.card.rank,
+            "failures": {"malformed": 1},
+            "failed_lanes": {"checksum": 3},
+        }
 
     def stop(self):
         self.order.append(("stop", self.card.rank))
@@ -89,12 +97,44 @@ def test_a_lane_that_fails_has_the_other_ranks_cancel_theirs(owner):
     assert owner.services[0].commands[-1] == c.CancelTransfer(f"{X}/0>0", "checksum")
 
 
+def test_a_ticket_that_fails_counts_once_whatever_its_lanes_say(owner):
+    """Every rank reports its lane with the reason of the first: Control would see a series."""
+    for ticket_id, reason in ((X, "checksum"), ("other#0", "finished")):
+        owner.transfers.handle(c.OfferBlocks(ticket_id, P, [3, 4], 128))
+        for lane in ("0>0", "1>1"):
+            from_rank_thread(owner, c.TransferFailed(f"{ticket_id}/{lane}", reason))
+            from_rank_thread(owner, c.BlocksFreed(f"{ticket_id}/{lane}"))
+    owner.make_calls()
+    assert len(owner.outcomes) == 4
+    # "finished": the answer ended with its first token and needs no KV elsewhere.
+    assert owner.transfers.statistics()["failures"] == {"malformed": 2, "checksum": 1}
+
+
+def test_a_ticket_that_arrives_counts_once_with_the_times_of_its_slowest_lane(owner):
+    """Alerts compare the number of these with that of the failures."""
+    owner.transfers.handle(c.OfferBlocks(X, P, [3, 4], 128))
+    times = {"0>0": (0.02, 0.3), "1>1": (0.01, 0.4)}
+    for lane, (busy_s, exposed_s) in times.items():
+        arrival = c.BlocksArrived(f"{X}/{lane}", b"", 128, busy_s=busy_s, exposed_s=exposed_s)
+        from_rank_thread(owner, arrival)
+    owner.make_calls()
+    snapshot = owner.transfers.statistics()
+    for name, slowest_s in (("busy", 0.01), ("exposed", 0.4)):
+        expected = Histogram(TRANSFER_S)
+        expected.observe(slowest_s)
+        assert snapshot[name] == expected.values()
+
+
 def test_ranks_start_one_after_the_other_and_are_counted_together(owner):
     assert owner.order == [("start", 0), ("start", 1)]
-    assert owner.transfers.statistics() == {
+    snapshot = owner.transfers.statistics()
+    assert snapshot.pop("busy") == snapshot.pop("exposed") == Histogram(TRANSFER_S).values()
+    assert snapshot == {
         "transport": "tcp",
         "sessions": 2,
         "tickets": {"sending": 4},
+        "quarantined": 4,  # a block has the same number in the pools of all ranks
+        "failures": {"malformed": 2},
     }
     assert owner.transfers.alive
     owner.services[1].alive = False

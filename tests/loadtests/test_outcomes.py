@@ -140,6 +140,27 @@ def test_a_document_says_what_weakens_it() -> None:
     assert quiet["warnings"] == []
 
 
+def test_a_ramp_that_is_stopped_has_the_rates_that_it_offered() -> None:
+    plan = LoadPlan(load="ramp", rate="1-4", steps=3, duration=30.0)  # 1/s, 2/s and 4/s
+    found = [outcome(100, arrival_s=n + 0.5, sent_s=n + 0.5) for n in range(10)]
+    found += [
+        outcome(100 if n else 9000, arrival_s=at_s, sent_s=at_s, stage_index=1)
+        for n, at_s in enumerate(10.1 + number / 2 for number in range(10))
+    ]
+    run = assemble(plan, FACTS, found, ClientCost(), {}, {"ended_s": 15.0})
+    assert [row["offered_per_s"] for row in run["stages"]] == [1.0, 2.0]
+    assert run["span_s"] == 15.0 and run["knee"]["g90"] == 2.0
+    whole = assemble(plan, FACTS, found, ClientCost(), {}, {})  # it ended by itself, at its knee
+    assert whole["span_s"] == 20.0
+
+    # The time is rounded, and a request may have been sent behind it.
+    for ended_s in (10.0, 10.1, 14.6):
+        run = assemble(plan, FACTS, found[:11], ClientCost(), {}, {"ended_s": ended_s})
+        assert len(run["stages"]) == 2 and run["span_s"] == max(ended_s, 10.1)
+    run = assemble(plan, FACTS, [], ClientCost(), {}, {"ended_s": 4.0})
+    assert run["span_s"] == 4.0 and run["stages"] == []
+
+
 PROMETHEUS = """diptych_request_e2e_seconds_count 7
 # HELP diptych_request_ttft_seconds x
 # TYPE diptych_request_ttft_seconds histogram

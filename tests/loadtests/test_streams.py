@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from diptych.loadtests import echo
+from diptych.loadtests import echo, endpoint
 from diptych.loadtests.endpoint import (
+    IDLE_LOSS_S,
     AnswerStreamReader,
     EndpointFacts,
     HttpLoadClient,
@@ -106,6 +108,9 @@ def test_a_stream_without_an_end_or_with_an_error_is_a_failure() -> None:
 def test_refusals_and_the_servers_own_time_are_understood() -> None:
     assert refusal(429, b'{"error": {"code": "queue_full"}}') == "429 queue_full"
     assert refusal(502, b"<html>") == "502"
+    of_vllm = b'{"error": {"message": "no", "type": "BadRequestError", "code": 400}}'
+    assert refusal(400, of_vllm) == "400 BadRequestError"
+    assert refusal(400, b'{"error": {"code": 400, "type": 7}}') == "400"
     assert server_ttft_s("queue;dur=10.0, prefill;dur=20.5, kv;dur=3") == pytest.approx(0.0305)
     assert math.isnan(server_ttft_s("total;dur=1"))
 
@@ -171,6 +176,30 @@ def test_a_connection_that_the_server_gave_up_is_no_failure() -> None:
             assert not one.error and len(one.gaps_s) == 1
 
 
+def test_a_connection_that_breaks_while_the_server_works_is_a_failure() -> None:
+    """The server answers a connection's first request; of the second one it dies after a while."""
+    stream = HEAD + chunk(said("a", "length")) + b"0\r\n\r\n"
+    requests: list[bytes] = []
+
+    def answer(request: bytes) -> bytes:
+        requests.append(request)
+        if len(requests) == 2:
+            time.sleep(IDLE_LOSS_S + 0.1)
+            return b""
+        return stream
+
+    with serving(answer, requests=2) as url:
+        client = HttpLoadClient(facts(url))
+        outcomes = [LoadOutcome(f"{number}", 0, 0) for number in range(2)]
+        for outcome in outcomes:
+            client.chat(outcome, [], 1)
+    assert [outcome.error for outcome in outcomes] == [
+        "",
+        "the connection was closed in mid-answer",
+    ]
+    assert len(requests) == 2, "it was not sent again"
+
+
 @pytest.mark.parametrize("body", [b"", b"{}"])
 def test_a_round_trip_is_measured_by_an_answer_without_a_body_too(body: bytes) -> None:
     def answer(_: bytes) -> bytes:
@@ -224,6 +253,45 @@ def test_a_peer_without_our_extensions_is_asked_once_and_taken_as_it_is() -> Non
 def test_an_endpoint_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(LoadError, match=r"no endpoint at http://127.0.0.1:9 .*diptych serve"):
         probe_endpoint("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:80000", "http://[::1", "http://a..b:80"])
+def test_an_endpoint_that_is_no_url_is_one_sentence(url: str) -> None:
+    with pytest.raises(LoadError, match=r"no endpoint at .*diptych serve"):
+        probe_endpoint(url)
+
+
+def test_a_server_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "TIMEOUT_S", 0.3)
+    asked: list[bytes] = []
+
+    def answer(request: bytes) -> bytes:
+        asked.append(request)
+        time.sleep(1)
+        return b""
+
+    with serving(answer) as url, pytest.raises(LoadError, match="timed out"):
+        probe_endpoint(url)
+    time.sleep(0.3)  # for a second request to come in
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("model", ["", "m"])
+def test_an_endpoint_that_lists_no_models_is_told_from_an_unknown_model(model: str) -> None:
+    refused = plain({"error": {"code": "bad_key"}}, "401 Unauthorized")
+    sentence = r"/v1/models answers 401 bad_key$"
+    with serving(lambda _: refused) as url, pytest.raises(LoadError, match=sentence):
+        probe_endpoint(url, model=model)
+    with serving(lambda _: plain({"data": []})) as url:
+        problem = "model 'm' is not served$" if model else "/v1/models names no model$"
+        with pytest.raises(LoadError, match=problem):
+            probe_endpoint(url, model=model)
+
+
+def test_a_test_server_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(LoadError, match="the client cannot be measured: its test server did not"):
+        echo.measure()
 
 
 def test_the_client_measures_its_own_error_on_loopback() -> None:

@@ -1,9 +1,12 @@
-"""A small server that speaks the chat API: it thinks, echoes questions, breaks off, and waits."""
+"""A small server that speaks the chat API: it thinks, echoes, breaks off, and waits."""
 
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +56,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(content)
             return
+        if question == "redirect":
+            self.send_response(307)
+            self.send_header("location", f"{self.chat_server.url}/elsewhere")
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
+        if question == "silence":
+            self._wait_until_the_client_leaves()
+            return
         self.send_response(200)
         for name, value in HEADERS.items():
             self.send_header(name, value)
@@ -61,6 +73,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._delta(reasoning_content="Well.")
         self._delta(content="echo ")
         if question == "break":
+            return
+        if question == "reset":
+            # Closing a socket sends a reset at once with this option.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            time.sleep(0.2)  # a reset makes the client's kernel forget what it has not read
+            self.connection.close()
             return
         if question == "wait":
             self._wait_until_the_client_leaves()
@@ -74,7 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._event({"choices": [{"delta": delta, "finish_reason": finish_reason}]})
 
     def _event(self, event: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        text = json.dumps(event, ensure_ascii=False)  # as gateways write it
+        self.wfile.write(f"data: {text}\n\n".encode())
         self.wfile.flush()
 
     def _wait_until_the_client_leaves(self) -> None:

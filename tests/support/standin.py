@@ -269,8 +269,12 @@ def standing_in(
     models = [first, *more_models]
     workers = {first.name: Workers(folder)}
 
-    def plane_of(*given: Any, **_: Any) -> Workers:
-        """The stand-in of the model's plane: `router_finder` below gives the application's name."""
+    def plane_of(*given: Any, on_gateways: Any, **_: Any) -> Workers:
+        """The stand-in of the model's plane: `router_finder` below gives the application's name.
+
+        Its router says at once that the gateway is alone.
+        """
+        loop.call_soon(on_gateways, [])
         application = given[3]
         path = next(one.args["model"]["path"] for one in models if one.name == application)
         return workers.setdefault(application, Workers(Path(path)))

@@ -1,6 +1,7 @@
 """The figures of a table (pure): per layout and load, with intervals, and ours against vLLM's best.
 
-All layouts served the same requests, so a comparison draws the same requests for both of its sides.
+In the table `slo` all layouts serve the same requests, so a comparison draws the same requests for
+both of its sides. In `overload` each layout serves a multiple of its own capacity.
 An interval is the middle 95 % of `DRAWS` bootstrap draws of requests, each within its own seed.
 In the document None stands for infinity, which JSON cannot hold, and for figures of nothing.
 A geometric mean of ratios counts half a request more on both sides of each ratio: otherwise one
@@ -11,18 +12,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from .cells import Cell, LiveOptions, LiveTable
+from .cells import Cell, FactorLoad, LiveOptions, LiveTable
 from .layouts import DiptychLayout
 from .results import CellResult, ItlJudge, LiveSlo, MeasuredAnswer
 
 DRAWS = 2000  #: of the bootstrap: enough that the ends of an interval hardly move with `SEED`
+#: Drawn request indices that are in memory at once, 8 bytes each: all draws of an overload of
+#: 170,000 requests would be 2.7 GB.
+BLOCK_INDICES = 1 << 22
 INTERVAL_PERCENTILES = (2.5, 97.5)
 RANKS = (50, 99)  #: percentiles of latencies that the tables show
 SEED = 0  #: of the bootstrap: equal results give equal intervals
@@ -30,7 +34,7 @@ HALF_REQUEST = 0.5  #: added to both counts of a ratio, for the geometric mean
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """A figure and its interval; None: nothing was measured of it, or a ratio to nothing."""
+    """A figure and its interval. None stands for infinity, and for a figure of nothing."""
 
     value: float | None
     interval: tuple[float | None, float | None] = (None, None)
@@ -49,6 +53,11 @@ class LayoutRuns:
     def span_s(self) -> float:
         """Seconds of all seeds together: from a load's start to its last answer's end."""
         return sum(result.report.span_s for result in self.results)
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many requests each seed has."""
+        return [len(result.report.answers) for result in self.results]
 
     @property
     def answers(self) -> list[MeasuredAnswer]:
@@ -99,12 +108,12 @@ def differing_requests(runs: Sequence[LayoutRuns]) -> list[str]:
 
 
 def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
-    """Return one row of a table: rates, latencies and goodput, the first and last with intervals.
+    """Return one row of a table: rates, latencies and goodput.
 
-    Goodput is the requests/s within their targets. `prompt_hit` is the share of prompt tokens that
-    the server had cached, as it says.
+    Goodput is the requests/s within their targets. `done_per_s`, `ttft_s` and `goodput` have
+    intervals. `prompt_hit` is the share of prompt tokens that the server had cached, as it says.
     """
-    draws = _draws([len(result.report.answers) for result in run.results])
+    sizes = run.sizes
     done = run.done
     errors = Counter(answer.error for answer in run.answers if answer.error)
     completed = np.array([not answer.error for answer in run.answers], dtype=float)
@@ -117,14 +126,14 @@ def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
         "requests": len(run.answers),
         "failed": len(run.answers) - len(done),
         "errors": dict(errors),
-        "done_per_s": _rate(completed, draws, run.span_s),
+        "done_per_s": _rate(completed, sizes, run.span_s),
         "output_tokens_per_s": round(sum(answer.output_tokens for answer in done) / run.span_s, 1),
         "prompt_hit": _prompt_hit(done),
-        "ttft_s": {f"p{rank}": _percentile(ttfts_s, completed, draws, rank=rank) for rank in RANKS},
+        "ttft_s": {f"p{rank}": _percentile(ttfts_s, completed, sizes, rank=rank) for rank in RANKS},
         "itl_ms": _gap_percentiles_ms(done),
         "goodput": {
             str(slo): {
-                judge.value: _rate(_met(run, slo, judge), draws, run.span_s) for judge in ItlJudge
+                judge.value: _rate(_met(run, slo, judge), sizes, run.span_s) for judge in ItlJudge
             }
             for slo in slos
         },
@@ -151,31 +160,49 @@ def _met(run: LayoutRuns, slo: LiveSlo, judge: ItlJudge) -> np.ndarray:
     return np.array([answer.met(slo, judge) for answer in run.answers], dtype=float)
 
 
-def _draws(sizes: Sequence[int]) -> np.ndarray:
-    """Return `DRAWS` rows of request indices; each seed's requests are drawn among themselves."""
+def _draw_blocks(sizes: Sequence[int]) -> Iterator[np.ndarray]:
+    """Yield `DRAWS` rows of request indices, a block of rows at a time.
+
+    `sizes` has the number of requests of each seed, which are drawn among themselves. Equal sizes
+    give equal draws.
+    """
     rng = np.random.default_rng(SEED)
-    parts: list[np.ndarray] = []
-    offset = 0
-    for size in sizes:
-        parts.append(rng.integers(0, max(1, size), (DRAWS, size)) + offset)
-        offset += size
-    return np.concatenate(parts, axis=1)
+    block_rows = max(1, BLOCK_INDICES // max(1, sum(sizes)))
+    for start in range(0, DRAWS, block_rows):
+        rows = min(block_rows, DRAWS - start)
+        parts: list[np.ndarray] = []
+        offset = 0
+        for size in sizes:
+            parts.append(rng.integers(0, max(1, size), (rows, size)) + offset)
+            offset += size
+        yield np.concatenate(parts, axis=1)
 
 
-def _rate(counted: np.ndarray, draws: np.ndarray, span_s: float) -> Estimate:
+def _over_draws(sizes: Sequence[int], reduce: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return `DRAWS` numbers; `reduce` makes one of each row of request indices."""
+    return np.concatenate([reduce(block) for block in _draw_blocks(sizes)])
+
+
+def _drawn_sums(counted: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Return the sum of `counted` over the requests of each draw."""
+    return _over_draws(sizes, lambda block: counted[block].sum(axis=1))
+
+
+def _rate(counted: np.ndarray, sizes: Sequence[int], span_s: float) -> Estimate:
     """Return the requests/s that count: `counted` has 1 for each request that does, else 0."""
-    return _estimate(float(counted.sum()) / span_s, counted[draws].sum(axis=1) / span_s)
+    return _estimate(float(counted.sum()) / span_s, _drawn_sums(counted, sizes) / span_s)
 
 
 def _percentile(
-    values: np.ndarray, completed: np.ndarray, draws: np.ndarray, *, rank: int
+    values: np.ndarray, completed: np.ndarray, sizes: Sequence[int], *, rank: int
 ) -> Estimate:
     """Return a percentile over the completed requests."""
     kept = np.where(completed > 0, values, np.nan)
     if not completed.any():
         return Estimate(None)
+    # A draw may have no completed request.
     with np.errstate(all="ignore"):
-        drawn = np.nanpercentile(kept[draws], rank, axis=1)
+        drawn = _over_draws(sizes, lambda block: np.nanpercentile(kept[block], rank, axis=1))
     return _estimate(float(np.nanpercentile(kept, rank)), drawn)
 
 
@@ -233,12 +260,9 @@ def _ratio_interval(
     """
     # Equal draws pick the same requests on both sides. Where a load is closed, servers have
     # answered different numbers of requests, so each side has draws of its own.
-    draws = _draws([len(result.report.answers) for result in ours.results])
-    peer_draws = draws
-    if len(our_met) != len(peer_met):
-        peer_draws = _draws([len(result.report.answers) for result in peer.results])
-    our_rates = our_met[draws].sum(axis=1) / ours.span_s
-    peer_rates = peer_met[peer_draws].sum(axis=1) / peer.span_s
+    peer_sizes = ours.sizes if len(our_met) == len(peer_met) else peer.sizes
+    our_rates = _drawn_sums(our_met, ours.sizes) / ours.span_s
+    peer_rates = _drawn_sums(peer_met, peer_sizes) / peer.span_s
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = our_rates / peer_rates
     ratios = np.nan_to_num(ratios, nan=1.0, posinf=math.inf)  # nothing over nothing counts as 1
@@ -290,13 +314,18 @@ def table_document(
     results: Mapping[str, CellResult],
     picks: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the document of a table. `picks` is the layout that `plan` picks by `rate slo`."""
+    """Return the document of a table.
+
+    `picks` has the layout that `plan` picks for a rate and targets, by `pick_key`.
+    """
     runs = group_runs(cells, results)
+    # What a layout is overloaded with depends on its own capacity, so no other gets the same.
+    shared_cells = [cell for cell in cells if not isinstance(cell.load, FactorLoad)]
     document: dict[str, Any] = {
         "table": options.table.value,
         "picks": dict(picks),
         "missing": [cell.key for cell in cells if cell.key not in results],
-        "differing_requests": differing_requests(runs),
+        "differing_requests": differing_requests(group_runs(shared_cells, results)),
         "rows": [msgspec.to_builtins(run_figures(run, options.slos)) for run in runs],
     }
     match options.table:

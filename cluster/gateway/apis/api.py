@@ -149,6 +149,9 @@ class Api:
         model = self._find(http, body.model)
         terms = http.state.terms
         prompts = body.prompts()
+        if len(prompts) > 1 and terms.resume.cursors:
+            # Before any answer is kept, which would begin with ids that this call is refused for.
+            raise _not_resumable()
         self.service.door.check_answers(terms.api_key, len(prompts) * (body.n or 1))
         self.service.door.charge_prompts(terms.api_key, len(prompts) - 1)
         request_ids = [request_id]
@@ -352,8 +355,6 @@ class Api:
 
         A client that leaves before the object is there ends the work.
         """
-        if call.resume.cursors and (len(call.requests) > 1 or not call.stream):
-            raise _not_resumable()
         answers = CallAnswers(model, call)
         if call.stream:
             return CallStream(call, answers)

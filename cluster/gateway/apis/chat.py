@@ -8,6 +8,7 @@ a `ChatRequest` first.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -92,7 +93,8 @@ class ChatRequest(SamplingParameters):
     #: Whether the event loop may render and tokenize the conversation: that takes less time than
     #: waking a thread. `check` sets it.
     _is_short: bool = PrivateAttr(False)
-    _prompt_end: str = PrivateAttr("")  #: The last characters of the prompt, once it is rendered.
+    #: The prompt, once it is rendered.
+    _prompt: TokenizedPrompt = PrivateAttr(default_factory=lambda: TokenizedPrompt([], ""))
     echo: bool = False  #: vLLM's: the answer begins with the last message, if the assistant's.
 
     @property
@@ -251,7 +253,8 @@ class ChatRequest(SamplingParameters):
         end_id = closing_tag_id(tokenizer)
         if budget is None or budget < 0 or end_id is None or not thinks(tokenizer):
             return None
-        state = tokenizer.reasoning_format.state_behind(self._prompt_end)
+        prompt = self._prompt
+        state = tokenizer.reasoning_format.state_behind(prompt.text_end, prompt.open_text)
         if state is ContentState.TEXT:
             return None
         start_ids: tuple[int, ...] = ()
@@ -300,9 +303,10 @@ class ChatRequest(SamplingParameters):
             ending=self._prompt_ending,
             add_special_tokens=self.add_special_tokens,
         )
-        prompt = self.truncated(prompt)
-        self._prompt_end = prompt.text_end
-        return prompt
+        if self.continue_final_message and self.messages[-1].role == "assistant":
+            prompt = replace(prompt, open_text=self.messages[-1].text)
+        self._prompt = self.truncated(prompt)
+        return self._prompt
 
     @property
     def echoed_text(self) -> str:
@@ -342,7 +346,7 @@ class ChatRequest(SamplingParameters):
         grammar = calls_grammar or grammar_of(self)
         if grammar is None:
             return None
-        terms = thinking_terms(tokenizer, self._prompt_end, answers_in_text=calls_grammar is None)
+        terms = thinking_terms(tokenizer, self._prompt, answers_in_text=calls_grammar is None)
         return msgspec.structs.replace(grammar, prefix=terms)
 
     def _grammar_of_calls(self, tokenizer: ChatTokenizer) -> frames.Grammar | None:
@@ -395,14 +399,14 @@ class ChatRequest(SamplingParameters):
         """Return what the text of an answer to `prompt` is parsed for."""
         functions = [tool.function for tool in self.usable_tools]
         tool_format = tokenizer.tool_format if functions else None
-        initial_state = tokenizer.reasoning_format.state_behind(prompt.text_end)
+        initial_state = tokenizer.reasoning_format.state_behind(prompt.text_end, prompt.open_text)
         if tokenizer.reasoning_format is HARMONY_REASONING:
             tool_format = HARMONY
         elif self._is_bound:
             writes_json = self.call_required or self._binds_text_only(grammar_of(self))
             if tool_format is not None and tool_format.grammar is None and writes_json:
                 tool_format = LLAMA3  # which is how forced calls are written
-            if not thinking_terms(tokenizer, prompt.text_end, answers_in_text=True):
+            if not thinking_terms(tokenizer, prompt, answers_in_text=True):
                 initial_state = ContentState.TEXT  # the grammar leaves no room for thinking
         return ContentRules(
             initial_state=initial_state,

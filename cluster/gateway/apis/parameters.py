@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import xxhash
@@ -115,7 +116,7 @@ class StructuredOutputs(BodyPart):
     """vLLM's way to ask for a structured answer."""
 
     # At most one of these is given: a JSON schema, a regular expression, texts of which the answer
-    # is one, a grammar in Lark's language, or just any JSON object.
+    # is one, a grammar, just any JSON object, or structural tags.
 
     # Pydantic's models have methods `json` and `schema`, so no field can have either name.
     schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
@@ -171,18 +172,20 @@ class SamplingParameters(CommonSamplingFields):
     no_stop_trim: bool = False  #: SGLang's name of `include_stop_str_in_output`.
     #: So many of the most likely tokens at each place of the prompt go with a whole answer.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    #: The prompt is cut to so many tokens; -1: to none, as one that is too long is refused.
+    #: The prompt is cut to so many tokens. -1: it is not cut; one that is too long is refused.
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=2**63 - 1)] | None = None
     truncation_side: Literal["left", "right"] = "left"  #: Where tokens are taken away.
     #: Logprobs of these ids and of the chosen one, in place of the most likely ones.
     logprob_token_ids: Annotated[list[TokenId], Field(max_length=LOGPROB_IDS_MAX)] | None = None
     #: No other id is ever drawn.
-    allowed_token_ids: Annotated[list[TokenId], Field(max_length=ALLOWED_IDS_MAX)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=ALLOWED_IDS_MAX)] | None
+    ) = None
     return_token_ids: bool = False  #: Ids of the prompt and of the answers go with their text.
     #: Ids that the client has of this answer, whose stream broke: only what comes behind is sent.
     resume_token_ids: Annotated[list[TokenId], Field(max_length=RESUME_IDS_MAX)] | None = None
     return_tokens_as_token_ids: bool = False  #: Logprobs name tokens by their ids.
-    # What an answer must look like, under older names of vLLM's and the last two under SGLang's.
+    # What an answer must look like, under vLLM's older names, and in the last three SGLang's.
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
@@ -200,7 +203,7 @@ class SamplingParameters(CommonSamplingFields):
             # The last text is cut away, and with it what it said about where the answer begins.
             return TokenizedPrompt(prompt.token_ids[:limit], text_end="")
         first = len(prompt.token_ids) - limit
-        return TokenizedPrompt(prompt.token_ids[first:], prompt.text_end)
+        return replace(prompt, token_ids=prompt.token_ids[first:])
 
     def token_label(self, token_id: int, tokenizer: ChatTokenizer) -> str:
         """Return what logprobs call a token: its text, or its id."""
@@ -270,8 +273,8 @@ def sampling_of(
     chosen one; None: not even that one. An answer has all the room that the context leaves, unless
     a limit is asked for.
 
-    Raises ApiError if the answer has no room, if two grammars would bind it, or if logprobs of
-    certain ids are wanted without logprobs.
+    Raises ApiError if the answer has no room, or less than its `min_tokens`, if two grammars would
+    bind it, or if logprobs of certain ids are wanted without logprobs.
     """
     if body.logprob_token_ids and logprobs is None:
         message = "logprob_token_ids needs logprobs"
@@ -345,7 +348,10 @@ def check_prompt_length(prompt_chars: int, limits: ModelLimits) -> None:
 
 
 def check_prompt_logprobs(body: SamplingParameters, stream: bool) -> None:
-    """Raise ApiError if logprobs of the prompt are to go with a stream, as vLLM does."""
+    """Raise ApiError if logprobs of the prompt are to go with a stream, which has no place for any.
+
+    vLLM lets a count of 0 pass with a stream, and sends none.
+    """
     if stream and body.prompt_logprobs is not None:
         message = "prompt_logprobs go with whole answers; leave stream out"
         raise ApiError("invalid_request", message, "prompt_logprobs")

@@ -34,6 +34,7 @@ class _Structure(BodyPart):
 class _TagContent(BodyPart):
     type: Literal["json_schema"]
     json_schema: JsonSchemaValue
+    style: Literal["json"] = "json"  #: xgrammar has formats that are no JSON, too.
 
 
 class _Tag(BodyPart):
@@ -54,6 +55,8 @@ class _TriggeredTags(BodyPart):
     tags: Annotated[list[_Tag], Field(min_length=1, max_length=TAGS_MAX)]
     at_least_one: bool = False  #: True: the answer must have a tag
     stop_after_first: bool = False  #: True: the answer ends with its first tag
+    #: xgrammar keeps these texts out of the free text, which nothing here does.
+    excludes: Annotated[list[str], Field(max_length=0)] | None = None
 
 
 class StructuralTag(BodyPart):
@@ -78,7 +81,7 @@ def structural_tag_grammar(tag: StructuralTag, field_name: str) -> frames.Gramma
     """Return the grammar of structural tags.
 
     Raises ApiError, which names the request's field `field_name`, if the tag has neither form, or
-    if a structure begins with none of the triggers.
+    has it with an empty list, or if a structure begins with none of the triggers.
     """
     structures: list[_TaggedSchema] = []
     triggers: list[str] = []
@@ -96,7 +99,7 @@ def structural_tag_grammar(tag: StructuralTag, field_name: str) -> frames.Gramma
         structures = [_TaggedSchema(each.begin, each.schema_, each.end) for each in tag.structures]
         triggers = tag.triggers
     else:
-        message = f"{field_name} needs structures and triggers, or a format of triggered_tags"
+        message = f"{field_name} needs structures and triggers, or a format of type triggered_tags"
         raise ApiError("invalid_request", message, field_name)
     described = {
         "structures": [

@@ -25,7 +25,8 @@ from ..errors import ApiError
 from .resume import NOT_RESUMED, Resume, read_resume
 
 DAY_MS = 86_400_000.0  #: Longest target and longest timeout that a header may ask for.
-#: The class of requests that name none; if the configuration has no such class, its first one.
+#: The class of requests that name none, nor does their key. If the configuration has no such class
+#: or the key forbids it, it is the first one that the key allows.
 DEFAULT_CLASS = "interactive"
 
 #: Looks a header up by its lower-case name.
@@ -85,14 +86,15 @@ def read_terms(
 def _choose_class(
     requested_class: str | None, api_key: ApiKey | None, classes: Collection[str]
 ) -> str:
-    """Return the class that the client names, else its key's, else the configuration's default.
+    """Return the class that the client names, else its key's, else a default that the key allows.
 
-    Raises ApiError if the named class does not exist or the key may not name it.
+    Raises ApiError if the named class does not exist or the key does not allow it, and if no class
+    exists that the key allows.
     """
     if requested_class is None:
         if api_key and api_key.slo_class and api_key.slo_class in classes:
             return api_key.slo_class
-        return DEFAULT_CLASS if DEFAULT_CLASS in classes else next(iter(classes))
+        return _default_class(api_key, classes)
     if requested_class not in classes:
         message = f"x-slo-class is one of {', '.join(classes)}"
         raise ApiError("invalid_request", message, "x-slo-class")
@@ -100,6 +102,21 @@ def _choose_class(
         message = f"this key may ask for the classes {', '.join(api_key.classes)}"
         raise ApiError("forbidden", message, "x-slo-class")
     return requested_class
+
+
+def _default_class(api_key: ApiKey | None, classes: Collection[str]) -> str:
+    """Return `DEFAULT_CLASS`, or the first class where that is missing or the key forbids it.
+
+    Raises ApiError if no class exists that the key allows.
+    """
+    if api_key and api_key.classes:
+        choices = [name for name in api_key.classes if name in classes]
+    else:
+        choices = list(classes)
+    if api_key and not choices:
+        message = f"this key may ask for the classes {', '.join(api_key.classes)}: none exists"
+        raise ApiError("forbidden", message, "x-slo-class")
+    return DEFAULT_CLASS if DEFAULT_CLASS in choices else choices[0]
 
 
 def _read_ttft_target(get_header: GetHeader) -> str:

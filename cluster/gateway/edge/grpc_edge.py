@@ -10,15 +10,21 @@ from google.rpc import error_details_pb2, status_pb2
 
 from ...config import ControlSettings, GatewaySettings
 from ..errors import ApiError
-from .listen import RESTING_CONNECTIONS_MAX
+from .listen import resting_connections_limit
 
-#: Of every gRPC server, against connections on which nothing happens.
-CONNECTION_LIMITS = (
-    ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 300_000),
-    ("grpc.max_allowed_incoming_connections", RESTING_CONNECTIONS_MAX),
-)
 DETAILS = "grpc-status-details-bin"  #: the metadata that holds an encoded status
+
+
+def connection_limits() -> list[tuple[str, int]]:
+    """Returns the options of every gRPC server against connections on which nothing happens.
+
+    They do not bound a connection with an open call, nor how long a call may send no message.
+    """
+    return [
+        ("grpc.server_handshake_timeout_ms", 10_000),
+        ("grpc.max_connection_idle_ms", 300_000),
+        ("grpc.max_allowed_incoming_connections", resting_connections_limit()),
+    ]
 
 
 def status_of(error: ApiError) -> bytes:
@@ -45,7 +51,9 @@ def status_of(error: ApiError) -> bytes:
 def bind(server: grpc.aio.Server, settings: GatewaySettings | ControlSettings) -> None:
     """Binds the server to `grpc_port`, with TLS if there are PEM files of a certificate and a key.
 
-    Raises RuntimeError when the port is taken.
+    Raises RuntimeError when the port is taken, or when gRPC refuses what is in the files; stderr
+    says which. A server whose option `grpc.so_reuseport` is 1 shares a port with others that have
+    it, and no error says so. Raises OSError when a file cannot be read.
     """
     host = settings.host  # an IPv6 address needs brackets in front of a port
     port = settings.grpc_port

@@ -314,8 +314,10 @@ def revoke_key(path: Path, key_id: str) -> ApiKey:
 def _changing_keys(path: Path) -> Iterator[list[ApiKey]]:
     """Give the keys of a file to change, and write the file behind that.
 
-    A lock on the folder lets one process at a time do so. An error leaves the file as it was.
+    A lock on the folder lets one process at a time do so. An error leaves the file as it was. Of a
+    link the file behind it is changed.
     """
+    path = Path(os.path.realpath(path))
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -330,20 +332,36 @@ def _changing_keys(path: Path) -> Iterator[list[ApiKey]]:
 def _replace_file(path: Path, text: str) -> None:
     """Write all of a file or nothing of it.
 
-    A new file is readable by its owner only; one that exists keeps its mode.
+    A new file is readable by its owner only; one that exists keeps its owner, group and mode. Raises
+    KeyFileError if this process may not give the file to them.
     """
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    status = path.stat() if path.exists() else None
     descriptor, temporary_name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w") as temporary_file:
             temporary_file.write(text)
             temporary_file.flush()
             os.fsync(temporary_file.fileno())
-        os.chmod(temporary_name, mode)
+        if status is not None:
+            _give_to_owner(path, temporary_name, status)
         os.replace(temporary_name, path)
     except BaseException:
         os.unlink(temporary_name)
         raise
+
+
+def _give_to_owner(path: Path, temporary_name: str, status: os.stat_result) -> None:
+    """Give the new file the old one's owner, group and mode. Raises KeyFileError.
+
+    Otherwise the gateway, which another user may have started, could read the file no more: it would
+    go on with the keys that it has, a revoked one among them.
+    """
+    try:
+        os.chown(temporary_name, status.st_uid, status.st_gid)
+    except PermissionError:
+        owner = f"the user {status.st_uid} and the group {status.st_gid}"
+        raise KeyFileError(f"{path} belongs to {owner}: only that user may change it") from None
+    os.chmod(temporary_name, status.st_mode & 0o777)  # behind chown, which may clear bits of it
 
 
 def _file_version(path: Path) -> FileVersion:

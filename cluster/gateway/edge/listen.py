@@ -41,14 +41,25 @@ HEADERS_BYTES_MAX = HEADERS_MAX + (8 << 10)
 #: A connection stays open for so long after a request: more than the 60 s after which usual load
 #: balancers close theirs, so that none sends a request into a connection that is being closed.
 KEEP_ALIVE_S = 75
-#: Connections of this process on which no request runs. One more, and the one that has waited
-#: longest is closed, so that the process can still open files.
-RESTING_CONNECTIONS_MAX = min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+#: Connections of this process on which no request runs, where the process may open files enough.
+RESTING_CONNECTIONS_MAX = 4096
 BACKLOG = 2048  #: Connections that the kernel holds until the server accepts them.
 #: The kernel takes so much of a connection that is not sent yet; the rest stays with the process,
 #: which then knows that the client lags. By default it takes 4 MiB.
 UNSENT_IN_KERNEL_BYTES = 128 << 10
 REQUEST_ID_HEADER = b"x-request-id"
+
+
+def resting_connections_limit() -> int:
+    """Return how many connections of this process may wait without a request.
+
+    They take a quarter of the files that the process may open, so that it can still open others.
+    """
+    # Read anew each time: Ray raises the limit after the fork server has imported this module.
+    soft_limit, _hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
+        return RESTING_CONNECTIONS_MAX
+    return min(RESTING_CONNECTIONS_MAX, soft_limit // 4)
 
 
 class HeaderLimitProtocol(HttpToolsProtocol):
@@ -187,9 +198,12 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _rest(self) -> None:
-        """Take note that no request runs on this connection, and close one if too many are so."""
+        """Take note that no request runs on this connection.
+
+        If that is so of too many, the one that has waited longest is closed.
+        """
         self.resting[self] = None
-        if len(self.resting) > RESTING_CONNECTIONS_MAX:
+        if len(self.resting) > resting_connections_limit():
             longest = next(iter(self.resting))
             del self.resting[longest]
             longest._cut_off()

@@ -45,7 +45,7 @@ from ..served_model import ServedModel
 from ..service import GatewayService
 from ..text.answers import AnswerTexts, Output, TextDelta, TextSink
 from ..text.tokenizer import ChatTokenizer
-from .grpc_edge import CONNECTION_LIMITS, DETAILS, bind, status_of
+from .grpc_edge import DETAILS, bind, connection_limits, status_of
 from .guard import HEADERS_MAX
 from .keys import ApiKey
 from .sse import BODY_MAX, STALL_S, Stalled
@@ -211,6 +211,9 @@ def _streaming_method(
         try:
             key, terms = self._admit(grpc_context, now)
             request_id = _request_id(request, grpc_context)
+            if terms.resume.cursors:
+                message = "calls of gRPC cannot be resumed half-way"
+                raise ApiError("invalid_request", message, "x-resume-from")
             with service.door.admit(key, now):
                 served = service.find(request.model)
                 call = await prepare(served, request, request_id, terms)
@@ -309,7 +312,7 @@ async def listen(inference: Inference, settings: GatewaySettings) -> grpc.aio.Se
         options=[
             ("grpc.max_receive_message_length", BODY_MAX),
             ("grpc.max_metadata_size", HEADERS_MAX),
-            *CONNECTION_LIMITS,
+            *connection_limits(),
             ("grpc.so_reuseport", 1),
         ]
     )

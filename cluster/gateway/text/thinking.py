@@ -9,7 +9,7 @@ from __future__ import annotations
 from .formats import harmony
 from .formats.reasoning import HARMONY_REASONING, ContentState
 from .formats.registry import HARMONY, lark_text
-from .tokenizer import ChatTokenizer
+from .tokenizer import ChatTokenizer, TokenizedPrompt
 
 #: A regular expression of Lark for any text without special tokens.
 ANY_TEXT = "/(?s:.*)/"
@@ -44,21 +44,22 @@ def opening_tag_ids(tokenizer: ChatTokenizer) -> list[int]:
     return [token_id for token_id in token_ids if token_id is not None]
 
 
-def thinking_terms(tokenizer: ChatTokenizer, prompt_end: str, *, answers_in_text: bool) -> str:
+def thinking_terms(
+    tokenizer: ChatTokenizer, prompt: TokenizedPrompt, *, answers_in_text: bool
+) -> str:
     """Return the Lark terms of the thinking in front of an answer that a grammar binds.
 
     The terms are empty for a model that does not think, behind a prompt that leaves no room for
-    thinking, and where the closing tag is not one token. `prompt_end` are the prompt's last
-    characters. `answers_in_text`: the answer is no call, which matters to Harmony alone: there the
-    header of the answer is among the terms.
+    thinking, and where the closing tag is not one token. `answers_in_text`: the answer is no call,
+    which matters to Harmony alone: there the header of the answer is among the terms.
     """
     if tokenizer.reasoning_format is HARMONY_REASONING:
-        return _harmony_terms(tokenizer, prompt_end, answers_in_text=answers_in_text)
+        return _harmony_terms(tokenizer, prompt.text_end, answers_in_text=answers_in_text)
     closing_id = closing_tag_id(tokenizer)
     if closing_id is None or not thinks(tokenizer):
         return ""
     thought = f"{ANY_TEXT} <[{closing_id}]> {GAP}"
-    match tokenizer.reasoning_format.state_behind(prompt_end):
+    match tokenizer.reasoning_format.state_behind(prompt.text_end, prompt.open_text):
         case ContentState.THINKING:
             return thought
         case ContentState.START:

@@ -80,6 +80,8 @@ class TokenizedPrompt:
 
     token_ids: list[int]
     text_end: str  #: It shows what the answer begins in; empty where that is of no interest.
+    #: What the assistant has said already in the message that the answer continues; else empty.
+    open_text: str = ""
 
 
 class PromptEnding(StrEnum):

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from diptych.cluster.cli import answer as answer_module
 from diptych.cluster.cli import app
+from diptych.cluster.cli.answer import FILES_LIMIT_BYTES
 from diptych.cluster.cli.prompt import HISTORY_LIMIT_BYTES, TerminalPrompt, open_history
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
@@ -218,6 +220,64 @@ def test_run_says_what_is_wrong_and_with_which_code(server: ChatServer, tmp_path
     assert invoke("run", "x", "-o", "yaml", *where)[0] == 2
     assert invoke("run", "x", "--endpoint", "http://127.0.0.1:9")[0] == 1
     assert len(server.bodies) == 2
+
+
+def test_an_answer_may_have_any_character(server: ChatServer) -> None:
+    question = "a\u2028b\u2029c\x85d"
+    assert invoke("run", question, "--endpoint", server.url) == (0, f"echo {question}\n", "")
+
+
+def test_what_breaks_an_answer_is_told_from_an_absent_gateway(
+    server: ChatServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = ["--endpoint", server.url]
+    broke = "diptych: the answer broke off before its end\n"
+    assert invoke("run", "reset", *where) == (1, "echo \n", broke)
+    monkeypatch.setattr(answer_module, "READ_TIMEOUT_S", 0.3)
+    assert invoke("run", "wait", *where) == (1, "echo \n", broke)
+    assert invoke("run", "silence", *where) == (1, "", "diptych: no answer within 0.3 s\n")
+    assert invoke("run", "redirect", *where) == (1, "", "diptych: HTTP 307\n")
+
+
+def test_a_question_that_is_no_text_is_wrong_usage(server: ChatServer, tmp_path: Path) -> None:
+    where = ["--endpoint", server.url]
+    sentence = "diptych: what is asked is no text in UTF-8\n"
+    assert invoke("run", "\udcff", *where) == (2, "", sentence)
+    assert invoke("chat", "\udcff", *where) == (2, "", sentence)
+    assert invoke("run", "hi", "--system", "\udcff", *where) == (2, "", sentence)
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(
+        [DIPTYCH, "chat", *where], input=b"\xff\n", env=environment, capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (2, b"diptych: stdin is no text in UTF-8\n")
+    assert server.bodies == []
+
+
+def test_an_output_that_cannot_have_the_answer_is_not_an_absent_gateway(
+    server: ChatServer,
+) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [DIPTYCH, "run", "gr\u00fcn", "--endpoint", server.url]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "diptych: stdout is ascii and cannot have this answer: set PYTHONIOENCODING=utf-8\n"
+    )
+
+
+def test_a_temperature_that_is_no_number_is_wrong_usage(server: ChatServer) -> None:
+    for text in ("nan", "inf"):
+        code, _, said = invoke("run", "hi", "--temperature", text, "--endpoint", server.url)
+        assert code == 2 and "--temperature" in said
+    assert server.bodies == []
+
+
+def test_a_file_that_is_too_long_is_called_so(tmp_path: Path) -> None:
+    file = tmp_path / "long.txt"
+    file.write_bytes("\u00e9".encode() * (FILES_LIMIT_BYTES // 2 + 2))  # cut within a letter
+    code, _, said = invoke("run", "hi", "--file", str(file), "--endpoint", "http://127.0.0.1:9")
+    assert (code, said) == (2, "diptych: --file: more than 8 MiB of text\n")
 
 
 def test_only_a_dialogue_on_a_terminal_imports_prompt_toolkit(server: ChatServer) -> None:

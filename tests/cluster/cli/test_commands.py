@@ -55,8 +55,8 @@ def test_undrain_is_what_takes_a_drain_back(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_replay_takes_the_older_file_of_a_folder_first(tmp_path: Path) -> None:
     router = Router(RouterConfig(), term=1)
-    log = EventLog(tmp_path, 600)  # so small that the second event begins a file
-    for number in range(3):
+    log = EventLog(tmp_path, 600)  # so small that a few events more than its beginning fill a file
+    for number in range(40):
         log.write(router, GatewayJoined(f"gateway/{number}"), 10.0 + number)
         log.flush()
     assert {file.name for file in tmp_path.iterdir()} == {"router.jsonl", "router.old.jsonl"}

@@ -11,6 +11,8 @@ import httpx
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError, ControlSettings, load_config
 from diptych.cluster.control.http import AdminGuard, build
+from starlette.datastructures import URL
+from starlette.requests import HTTPConnection
 
 
 def reason(guard: AdminGuard, **headers: str) -> str | None:
@@ -75,5 +77,30 @@ def test_the_port_s_root_leads_to_the_live_page_without_a_key(tmp_path: Path) ->
             assert led.url.path == "/dashboard" and "<title>Diptych</title>" in led.text
             refused = await client.get("/admin/v1/cluster")
             assert refused.status_code == 500, "the key cannot be read"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("host", ["control/health?", "control/dashboard?", "control/?"])
+def test_a_host_with_a_path_opens_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """Before 1.0.1 Starlette put the Host header as it came into a request's URL."""
+
+    def url_by_host(request: HTTPConnection) -> URL:
+        return URL(f"http://{request.headers['host']}{request.scope['path']}")
+
+    monkeypatch.setattr(HTTPConnection, "url", property(url_by_host))
+    (tmp_path / "key").write_text("word")
+    config = ClusterConfig(control=ControlSettings(key_file=str(tmp_path / "key")))
+    application = build(
+        cast("Any", SimpleNamespace(config=config)), cast("Any", None), metrics_address=""
+    )
+
+    async def test() -> None:
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+            refused = await client.get("/admin/v1/config", headers={"host": host})
+            assert refused.status_code == 401
 
     asyncio.run(test())

@@ -94,6 +94,18 @@ def test_an_added_model_is_one_more_application(monkeypatch: pytest.MonkeyPatch)
     assert "secret" not in added.args
 
 
+def test_models_that_are_added_with_one_folder_for_logs_have_a_folder_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, "one")
+    # `diptych model add -c FILE` sends the second folder.
+    for name, folder in (("Org/new", "/logs"), ("other", "/logs/other"), ("plain", None)):
+        tree = {"model": {"path": str(CHECKPOINT)}, "router": {"log_folder": folder}}
+        asyncio.run(cluster.orders.add(name, tree, dry_run=False))
+    folders = [added.config(CONFIG).router.log_folder for added in cluster.found]
+    assert folders == [None, "/logs/org-new", "/logs/other", None]
+
+
 @pytest.mark.parametrize(
     ("name", "tree", "message"),
     [

@@ -36,6 +36,8 @@ def test_a_change_says_what_it_does_and_how_to_take_it_back() -> None:
         ({"min_replicas": 2, "replicas": 2}, 1, True),
         ({"replicas": 0}, 1, None),
         ({"min_replicas": 2, "replicas": 1}, 1, False),  # what it started with cannot be wrong
+        ({"replicas": 70}, 70, False),
+        ({"replicas": 70}, 71, True),
     ],
 )
 def test_limits_of_a_pool_hold(pool: dict[str, int], count: int, refused: bool | None) -> None:

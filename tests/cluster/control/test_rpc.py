@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -211,10 +212,31 @@ async def test_it_waits_for_the_port_of_its_predecessor() -> None:
     ending.cancel()
 
 
+def test_how_many_may_connect_follows_from_the_files_that_may_be_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit may be another one than when the module was imported."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
+
+    async def test() -> None:
+        port = free_port()
+        async with listening(Fleet(), grpc_port=port):
+            strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            reads = [asyncio.ensure_future(reader.read()) for reader, _ in strangers]
+            hung_up, open_reads = await asyncio.wait(reads, timeout=3)  # before any handshake's end
+            assert len(hung_up) == 16 and len(open_reads) == 4
+            await asyncio.gather(*hung_up, return_exceptions=True)
+            for _, writer in strangers:
+                writer.transport.abort()
+            await asyncio.gather(*open_reads, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_connections_without_a_word_are_bounded_in_number_and_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rpc, "CONNECTION_LIMITS", LIMITS)
+    monkeypatch.setattr(rpc, "connection_limits", lambda: LIMITS)
 
     async def test() -> None:
         port = free_port()

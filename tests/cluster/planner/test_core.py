@@ -141,6 +141,12 @@ def test_pools_between_which_nobody_can_flip_are_still_scaled() -> None:
     assert planner_config(ClusterConfig()).flips_enabled
 
 
+def test_the_planner_may_keep_the_size_that_a_pool_was_started_with() -> None:
+    config = ClusterConfig.model_validate({"pools": {"prefill": {"replicas": 70}}})
+    assert planner_config(config).pools["prefill"] == ReplicaBounds(1, 70)
+    assert planner_config(config).pools["decode"] == ReplicaBounds(1, 64)
+
+
 def test_drained_replicas_count_as_replicas_of_their_pool() -> None:
     """What is asked for is a number for Serve, which counts them too."""
     resting = Counter({"prefill": 3})

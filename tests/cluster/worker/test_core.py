@@ -1,4 +1,4 @@
-"""A worker's core that is stopped before it has started."""
+"""A worker's core: a stop before it has started, and the end of attempts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.worker import cores
 from diptych.cluster.worker.core import WorkerCore
+from diptych.decode_worker.role import DecodeAttemptEnded
 from diptych.engine.engine_like import EngineLike, ReportProgress
 from diptych.engine.errors import EngineError
 from diptych.engine.options import EngineOptions
+from diptych.protos import frames
 
 
 def _refuse(_options: EngineOptions, _progress: ReportProgress | None) -> EngineLike:
@@ -35,3 +37,29 @@ async def test_a_worker_whose_engine_does_not_open_gives_its_cores_back(
     core.stop()
     usable = cores.usable()
     assert list(cores.claim(len(usable)).cores) == usable
+
+
+async def test_the_end_of_an_attempt_is_told_behind_its_last_frames(tmp_path: Path) -> None:
+    """Tracing follows the frames: the end alone would say nothing of a failure, or of tokens."""
+    told: list[object] = []
+    core = WorkerCore(
+        "decode/x",
+        "decode",
+        ClusterConfig(),
+        tmp_path,
+        send=lambda _gateway, frame: told.append(frame),
+        on_observation=lambda _observation: None,
+        on_attempt_ended=told.append,
+    )
+    failed = frames.AttemptFailed(("r", 1), "decode/x", "kv_checksum")
+    tokens = frames.AnswerTokens(("r", 0), 1, [frames.Token(5)], "stop")
+    core._carry_out(
+        [
+            DecodeAttemptEnded(("r", 0)),
+            DecodeAttemptEnded(("r", 1)),
+            frames.DeliverFrame("g", tokens),
+            frames.DeliverFrame("g", failed),
+        ]
+    )
+    assert told == [failed, frames.EngineStepTokens([tokens]), ("r", 0), ("r", 1)]
+    assert [*core.ended_attempts] == [("r", 0), ("r", 1)]

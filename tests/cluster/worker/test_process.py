@@ -14,6 +14,7 @@ from diptych.cluster.worker import core as core_module
 from diptych.cluster.worker import process as process_module
 from diptych.cluster.worker.lifecycle import RoleOrdered, WorkerLifecycle, WorkerStarted
 from diptych.cluster.worker.process import WorkerProcess, replica_has_ended
+from diptych.protos import frames
 from diptych.protos.frames import WorkerCard
 from ray.serve._private.common import DeploymentID, ReplicaID
 
@@ -165,3 +166,27 @@ async def test_a_worker_that_ends_right_behind_a_flip_still_hands_its_work_over(
     assert process.core.handovers == 2, "for the flip, and for the end"
     del process
     gc.collect()
+
+
+@pytest.mark.parametrize(("gateway_goes", "failed"), [(False, [""]), (True, ["gateway_gone"])])
+def test_only_a_gateway_that_goes_makes_a_span_fail(gateway_goes: bool, failed: list[str]) -> None:
+    """A cancelled attempt is one whose answer a stop string ended, or whose client left."""
+    ended: dict[frames.AttemptKey, str] = {}
+
+    def end(key: frames.AttemptKey, error_type: str = "") -> None:
+        ended.setdefault(key, error_type)
+
+    works = SimpleNamespace(end_attempt=end, end_gateway=lambda _: end(("r", 0), "gateway_gone"))
+    process: Any = SimpleNamespace(_works=works)
+    process._end_span = lambda key: WorkerProcess._end_span(process, key)
+    # The core says that the attempt has ended, whatever ended it.
+    process.core = SimpleNamespace(
+        cancel=lambda frame: process._end_span(frame.attempt_key),
+        gateway_gone=lambda _: process._end_span(("r", 0)),
+    )
+    if gateway_goes:
+        WorkerProcess._forget_gateway(process, "g")
+    else:
+        peer: Any = SimpleNamespace(name="g")
+        WorkerProcess._take_gateway_frame(process, peer, frames.CancelAttempt(("r", 0)))
+    assert [*ended.values()] == failed

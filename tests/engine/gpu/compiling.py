@@ -102,7 +102,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         4,
     ),
     "scan": (sampling._scan, SAMPLING, {"CHUNK": sampling.CHUNK}, 4),
-    "cut": (sampling._cut, SAMPLING, CHUNKS | {"PIVOTS": sampling.PIVOTS}, 8),
+    "cut": (sampling._cut, SAMPLING, CHUNKS | {"WIDE": sampling.WIDE, "PIVOTS": sampling.PIVOTS}, 8),
     "draw": (sampling._draw, SAMPLING, CHUNKS, 4),
     "pick": (sampling._pick, SAMPLING, {"CHUNKS": 128}, 4),
     "list": (sampling._list, SAMPLING, CHUNKS, 4),
@@ -155,6 +155,7 @@ def build(name: str, capability: int) -> dict[str, Any]:
         "stack_bytes": spilled,
         "shared_bytes": made.metadata.shared,
         "wgmma": "wgmma" in made.asm["ptx"],
+        "bounds_keep_nan": {"min.NaN.f32", "max.NaN.f32"} <= set(made.asm["ptx"].split()),
     }
 
 

@@ -32,6 +32,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     found = compiled(90, tmp_path)
     check(found)
     assert found["prefill"]["wgmma"] and found["matmul"]["wgmma"]
+    assert found["quantize"]["bounds_keep_nan"], "a damaged model's NaN would become 448"
 
 
 @pytest.mark.slow

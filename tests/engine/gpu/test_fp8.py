@@ -49,6 +49,26 @@ def test_the_kernel_gives_the_same_codes() -> None:
     assert apart.double().mean() < (0.1 if x.device.type == "cpu" else 1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_nan_stays_nan() -> None:
+    """So logits are NaN as well, and the answer ends with `model_damaged`.
+
+    Triton's interpreter keeps NaN in every maximum, and makes it a number in FP8. So there it is
+    the CPU's path that is tested; of the kernel, `test_compiles.py` looks at the machine's code.
+    """
+    x = torch.randn(4, 200)
+    x[1, 3] = torch.nan
+    x[2] = torch.nan
+    x[3, 5] = torch.inf
+    codes, scales = fp8.quantize_rows(x)
+    back = codes.float() * scales
+    expected = torch.tensor([False, True, True, True], device=x.device)
+    assert torch.equal(back.isnan().any(1), expected)
+    kernel_codes, kernel_scales = torch.empty(4, 200), torch.empty(4, 1)
+    fp8._quantize[(4,)](x, kernel_codes, kernel_scales, 200, x.stride(0), BLOCK=256)
+    assert torch.equal(kernel_codes.isnan().any(1), expected)
+
+
 def test_a_layer_is_near_the_one_it_stands_for() -> None:
     x, weight, bias = torch.randn(5, 128), torch.randn(64, 128) * 0.1, torch.randn(64)
     layer = fp8.Fp8Linear(weight, bias, False, Ops())
@@ -89,3 +109,25 @@ def test_they_are_settings_of_a_gpu(small: Callable[[str], Path]) -> None:
         engine(small("llama"), "torch", weights="fp8")
     with pytest.raises(KernelUnavailable, match="exact: products of FP8"):
         engine(small("llama"), "triton", weights="fp8", exact=True)
+
+
+def test_few_rows_are_multiplied_as_many_are() -> None:
+    """The interpreter makes float32 of FP8 first, so sums differ in their order alone."""
+    rows = torch.randn(5, 512)
+    weight = torch.randn(128, 512)
+    codes, row_scales = fp8.quantize_rows(rows)
+    weight_codes, weight_scales = fp8.quantize_rows(weight)
+    tile = fp8.few_rows_tile(codes, weight_codes)
+    assert tile == fp8.NARROW_TILE
+    few = fp8.multiply_few(
+        codes, weight_codes, row_scales, weight_scales, dtype=torch.float32, tile=tile
+    )
+    many = (codes.float() @ weight_codes.float().T) * row_scales * weight_scales.T
+    torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-3)
+
+
+def test_rows_that_are_many_or_odd_go_to_the_library() -> None:
+    weight = torch.empty(128, 512, dtype=fp8.E4M3)
+    assert fp8.few_rows_tile(torch.empty(fp8.FEW_ROWS + 1, 512), weight) is None
+    assert fp8.few_rows_tile(torch.empty(2, 528), torch.empty(128, 528)) is None
+    assert fp8.few_rows_tile(torch.empty(2, 512), torch.empty(fp8.WIDE_OUTPUTS, 512)) is not None

@@ -148,7 +148,10 @@ def test_a_core_without_a_part_is_refused_by_the_part(some_vllm: None) -> None:
         request_block_hasher=None,
         vllm_config=None,
         scheduler=SimpleNamespace(
-            kv_event_publisher=None, finished_req_ids=None, has_requests=None
+            kv_event_publisher=None,
+            finished_req_ids=None,
+            has_requests=None,
+            max_num_scheduled_tokens=None,
         ),
     )
     with pytest.raises(start.VllmUnavailable) as refusal:

@@ -43,13 +43,18 @@ class ReasoningFormat:
         """Return whether a chat template has one of the tags."""
         return any(tag in template for tag in self.markers)
 
-    def state_behind(self, prompt_end: str) -> ContentState:
+    def state_behind(self, prompt_end: str, open_text: str = "") -> ContentState:
         """Return what an answer begins in, by the last characters of its prompt.
 
         Templates may end a prompt with the opening tag, or with an empty reasoning to prevent one.
+        `open_text` is what the assistant has said already in the message that the answer continues:
+        that may end inside of its reasoning.
         """
         if not self.opening:
             return ContentState.TEXT
+        last_opening = max(open_text.rfind(tag) for tag in self.opening)
+        if last_opening > max(open_text.rfind(tag) for tag in self.closing):
+            return ContentState.THINKING
         text = prompt_end.rstrip()
         if text.endswith(tuple(tag.rstrip() for tag in self.opening)):
             return ContentState.THINKING

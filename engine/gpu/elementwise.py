@@ -17,6 +17,12 @@ from ..ops import RmsNorm
 #: Columns of a row that a program (Triton's unit of parallel work) of `silu_mul` takes.
 COLUMNS = 1024
 
+#: With so many rows, a prompt's, there are programs enough if each takes several heads.
+MANY_ROWS = 512
+
+#: Heads of a row that a program rotates or stores then: less is started, and angles are read once.
+ROPE_HEADS = 8
+
 
 @triton.jit
 def _rms_norm(rows, weight, out, size, input_row, eps, BLOCK: tl.constexpr):
@@ -78,52 +84,55 @@ def silu_mul(gates_and_values: torch.Tensor) -> torch.Tensor:
 def _rope_store(
     qkv, keys, values, q_norm, k_norm, cos, sin, block, offset, eps,
     heads, kv_heads, qkv_row, block_stride, head_stride, token_stride,
-    HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    HALF: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a head of q in place, or store one of k (rotated) or v. The grid is (T, Hq + 2 Hkv).
+    """Rotate heads of q in place, or store those of k (rotated) or v.
 
+    The grid is (T, (Hq + 2 Hkv) / HEADS): a program takes HEADS heads of a row, one after another.
     `first` and `second` are the halves of a head, each of HALF numbers. A thread reads and writes
     the same numbers of both halves, so nothing is read after its change. `block` and `offset` are
     each row's slot; the norms apply to queries and keys, before they are rotated.
     """
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     low = tl.arange(0, HALF)
-    at = qkv + row * qkv_row + head * (2 * HALF) + low
-    first = tl.load(at)
-    second = tl.load(at + HALF)
-    dtype = first.dtype
-    x = first.to(tl.float32)
-    y = second.to(tl.float32)
     place = tl.load(block + row).to(tl.int64) * block_stride
     place += tl.load(offset + row).to(tl.int64) * token_stride
-    if head >= heads + kv_heads:
-        to = values + place + (head - heads - kv_heads).to(tl.int64) * head_stride + low
-        tl.store(to, x.to(values.dtype.element_ty))
-        tl.store(to + HALF, y.to(values.dtype.element_ty))
-    else:
-        if HAS_NORM:
-            scale = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / (2 * HALF) + eps)
-            weight = q_norm
-            if head >= heads:
-                weight = k_norm
-            gain_x = tl.load(weight + low).to(tl.float32)
-            gain_y = tl.load(weight + HALF + low).to(tl.float32)
-            x = gain_x * (x * scale).to(dtype).to(tl.float32)
-            x = x.to(dtype).to(tl.float32)
-            y = gain_y * (y * scale).to(dtype).to(tl.float32)
-            y = y.to(dtype).to(tl.float32)
-        cosine = tl.load(cos + row * HALF + low)
-        sine = tl.load(sin + row * HALF + low)
-        turned_x = (x * cosine - y * sine).to(dtype)
-        turned_y = (y * cosine + x * sine).to(dtype)
-        if head < heads:
-            tl.store(at, turned_x)
-            tl.store(at + HALF, turned_y)
-        else:
-            to = keys + place + (head - heads).to(tl.int64) * head_stride + low
-            tl.store(to, turned_x.to(keys.dtype.element_ty))
-            tl.store(to + HALF, turned_y.to(keys.dtype.element_ty))
+    cosine = tl.load(cos + row * HALF + low)
+    sine = tl.load(sin + row * HALF + low)
+    for number in tl.static_range(HEADS):
+        head = tl.program_id(1) * HEADS + number
+        if head < heads + 2 * kv_heads:
+            at = qkv + row * qkv_row + head * (2 * HALF) + low
+            first = tl.load(at)
+            second = tl.load(at + HALF)
+            dtype = first.dtype
+            x = first.to(tl.float32)
+            y = second.to(tl.float32)
+            if head >= heads + kv_heads:
+                to = values + place + (head - heads - kv_heads).to(tl.int64) * head_stride + low
+                tl.store(to, x.to(values.dtype.element_ty))
+                tl.store(to + HALF, y.to(values.dtype.element_ty))
+            else:
+                if HAS_NORM:
+                    scale = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / (2 * HALF) + eps)
+                    weight = q_norm
+                    if head >= heads:
+                        weight = k_norm
+                    gain_x = tl.load(weight + low).to(tl.float32)
+                    gain_y = tl.load(weight + HALF + low).to(tl.float32)
+                    x = gain_x * (x * scale).to(dtype).to(tl.float32)
+                    x = x.to(dtype).to(tl.float32)
+                    y = gain_y * (y * scale).to(dtype).to(tl.float32)
+                    y = y.to(dtype).to(tl.float32)
+                turned_x = (x * cosine - y * sine).to(dtype)
+                turned_y = (y * cosine + x * sine).to(dtype)
+                if head < heads:
+                    tl.store(at, turned_x)
+                    tl.store(at + HALF, turned_y)
+                else:
+                    to = keys + place + (head - heads).to(tl.int64) * head_stride + low
+                    tl.store(to, turned_x.to(keys.dtype.element_ty))
+                    tl.store(to + HALF, turned_y.to(keys.dtype.element_ty))
 
 
 def rope_store(
@@ -149,7 +158,8 @@ def rope_store(
     head_dim = keys.shape[3]
     heads = width // head_dim - 2 * kv_heads
     query_norm, key_norm = norms or (None, None)
-    _rope_store[(row_count, heads + 2 * kv_heads)](
+    heads_of_program = ROPE_HEADS if row_count >= MANY_ROWS else 1
+    _rope_store[(row_count, triton.cdiv(heads + 2 * kv_heads, heads_of_program))](
         qkv,
         keys,
         values,
@@ -169,6 +179,7 @@ def rope_store(
         token_stride=keys.stride(2),
         HALF=head_dim // 2,
         HAS_NORM=norms is not None,
+        HEADS=heads_of_program,
         num_warps=1,
     )
     return qkv.view(row_count, -1, head_dim)[:, :heads]

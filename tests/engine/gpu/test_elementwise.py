@@ -40,8 +40,12 @@ def test_silu_mul_is_that_of_the_model(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("many_rows", [elementwise.MANY_ROWS, ROWS])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_store_is_that_of_the_model(normed: bool, dtype: torch.dtype) -> None:
+def test_rope_store_is_that_of_the_model(
+    normed: bool, dtype: torch.dtype, many_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elementwise, "MANY_ROWS", many_rows)  # the rows here are many or few
     heads, kv_heads, dim = 6, 2, 64
     qkv = draw(ROWS, (heads + 2 * kv_heads) * dim, dtype=dtype)
     norms = (RmsNorm(draw(dim, dtype=dtype), 1e-5), RmsNorm(draw(dim, dtype=dtype), 1e-5))

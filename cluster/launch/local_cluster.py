@@ -79,6 +79,8 @@ GRPC_SERVICES = [
     "diptych.protos.inference_pb2_grpc.add_InferenceServicer_to_server",
     "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server",
 ]
+LOGS_PREFIX = "diptych-logs-"  #: Of folders for the logs of starts that failed.
+KEPT_LOGS = 3  #: So many of these folders are kept.
 WATCH_INTERVAL_S = 1.0  #: Between two looks at Ray's own processes.
 VITAL_PROCESSES = ("gcs_server", "raylet")  #: As Ray names them.
 FAILED_STATES = ("DEPLOY_FAILED", "UNHEALTHY")  #: Of a Serve deployment.
@@ -232,11 +234,17 @@ class LocalCluster:
     def _kept_logs(self) -> str:
         """Return where the logs of our own Ray are kept, as the end of an error's sentence.
 
-        The folder of our own Ray is deleted when the cluster ends, so the logs are copied.
+        The folder of our own Ray is deleted when the cluster ends, so the logs are copied. Those of
+        the last `KEPT_LOGS` failed starts are kept: whoever starts again and again fills no disk.
         """
         if not self.logs.is_dir():
             return ""
-        kept = tempfile.mkdtemp(prefix="diptych-logs-")
+        earlier = sorted(Path(tempfile.gettempdir()).glob(f"{LOGS_PREFIX}*"), key=_modified_at)
+        for folder in earlier[: -KEPT_LOGS + 1]:
+            shutil.rmtree(
+                folder, ignore_errors=True
+            )  # others' folders stay: they cannot be deleted
+        kept = tempfile.mkdtemp(prefix=LOGS_PREFIX)
         # Ray's processes still write and rotate: what can be copied is worth having.
         with contextlib.suppress(shutil.Error, OSError):
             shutil.copytree(self.logs, kept, dirs_exist_ok=True)
@@ -352,8 +360,7 @@ class LocalCluster:
 
         if ray.is_initialized():
             with _hidden_output(), contextlib.suppress(Exception):
-                # These may differ from those that it began with: models were added and removed.
-                names = application_names(asyncio.run(serve_details()))
+                names = self._present_applications()
                 self._close_gateways(names)
                 if self._ray_address:
                     _delete_applications(names)
@@ -362,6 +369,16 @@ class LocalCluster:
                 ray.shutdown()
         if self._ray_folder:
             shutil.rmtree(self._ray_folder, ignore_errors=True)
+
+    def _present_applications(self) -> list[str]:
+        """Return our applications that Serve has now: models may have been added and removed.
+
+        They are those of the start if Serve's controller does not answer within `CLOSE_LIMIT_S`.
+        """
+        try:
+            return application_names(asyncio.run(asyncio.wait_for(serve_details(), CLOSE_LIMIT_S)))
+        except Exception:  # of Ray and Serve, of many types: Serve may not be up, or be gone
+            return self._application_names
 
     def _close_gateways(self, applications: list[str]) -> None:
         """End open answers with an error that says why, before Serve ends their gateways.
@@ -386,6 +403,14 @@ class LocalCluster:
             handle._init(_run_router_in_separate_loop=True)  # no event loop runs here
             self._routers[application] = handle
         return handle
+
+
+def _modified_at(folder: Path) -> float:
+    """Return when a folder was changed, by the wall clock; 0 if it is gone."""
+    try:
+        return folder.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 @contextlib.contextmanager

@@ -134,7 +134,8 @@ class Answer:
 class RequestTimes:
     """When a request arrived and was placed, in seconds of the monotonic clock; and its hold."""
 
-    arrived_s: float = field(default_factory=time.monotonic)
+    #: The clock is looked up at each call, so that a simulation can put its own in its place.
+    arrived_s: float = field(default_factory=lambda: time.monotonic())
     placed_s: float = 0.0  #: When the router first named workers; 0 before.
     #: For how many seconds the first token was held back, and why it then went out. Empty: it has
     #: not gone out, or was not the gate's to hold (`first_token_gate.py`).

@@ -738,7 +738,7 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
 
     `overrides` maps dotted keys ("a.b.c") to values. Raises ConfigError.
     """
-    tree = _read_tree(path) if path else {}
+    tree = read_tree(path) if path else {}
     for key, value in overrides.items():
         _override(tree, key, value)
     try:
@@ -748,7 +748,12 @@ def load_config(path: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         raise ConfigError("the configuration is wrong:\n  " + "\n  ".join(lines)) from None
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
+def read_tree(path: Path) -> dict[str, Any]:
+    """Return what a file itself says, without defaults and unchecked.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no YAML mapping. The text quotes nothing of it.
+    """
     try:
         tree = yaml.safe_load(path.read_text()) or {}
     except yaml.MarkedYAMLError as error:  # its text quotes the line, which may hold the secret

@@ -133,13 +133,12 @@ def _parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
 
 def _read_tree(file: Path | None) -> dict[str, Any]:
     """Return what the file itself says, without defaults; {} if there is no file."""
-    import yaml
+    from ..config import ConfigError, read_tree
 
     try:
-        tree = yaml.safe_load(file.read_text()) if file else {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        fail(f"cannot read {file}: {error}")
-    return tree if isinstance(tree, dict) else {}
+        return read_tree(file) if file else {}
+    except ConfigError as error:
+        fail(str(error))
 
 
 def _flatten(tree: Any, place: str = "") -> dict[str, Any]:

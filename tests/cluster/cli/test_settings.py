@@ -76,3 +76,15 @@ def test_a_mistyped_setting_is_answered_with_the_one_that_was_meant(
 def test_what_is_like_no_setting_is_answered_with_where_they_all_are() -> None:
     _, _, error = invoke("config", "show", "--set", "zzz=1")
     assert "all settings: diptych config reference" in error
+
+
+@pytest.mark.parametrize("command", [("show",), ("validate",)])
+def test_broken_yaml_is_told_by_its_line_and_quotes_no_secret(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("pools: {}\nsecret: 'hunter2\n")
+    done = CliRunner().invoke(app, ["config", *command, str(file)])
+    assert done.exit_code == 1
+    assert "no valid YAML at line" in done.output
+    assert "hunter2" not in done.output

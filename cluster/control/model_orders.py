@@ -28,6 +28,7 @@ from ..model_entries import slug_of
 from . import serve
 from .cluster_operations import ClusterOperations
 from .kuberay import runs_on_kuberay
+from .operations import Operations
 from .serve import ScaleError
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,11 @@ class LeavingModel(Protocol):
     @property
     def application_name(self) -> str:
         """The name of the model's application in Serve."""
+        ...
+
+    @property
+    def operations(self) -> Operations:
+        """Says the model's status, in which a model that leaves is not degraded."""
         ...
 
     @property
@@ -133,6 +139,7 @@ class ModelOrders:
 
     def finish_removal(self, model: LeavingModel) -> None:
         """Delete the application of a model that is marked, once no gateway needs it."""
+        model.operations.is_leaving = True
         if model.name not in self._removals:
             removal = asyncio.get_running_loop().create_task(self._finish(model))
             self._removals[model.name] = removal

@@ -59,6 +59,8 @@ class Operations:
         #: The connections to the router and to all workers, and the `WorkerCard` of each worker, in
         #: which it says its role, its room and its speed.
         self.plane = plane
+        #: Whether the model was ordered to leave: its gateways and workers go, and nothing is wrong.
+        self.is_leaving = False
         self.pool_scaler = pool_scaler
         #: The newest actions for the live feed, oldest first; each has a growing `number`.
         self.actions = deque[dict[str, Any]](maxlen=ACTIONS_LIMIT)
@@ -88,7 +90,9 @@ class Operations:
             clocks=clocks,
             now=time.monotonic(),
         )
-        summary = summarize(self.config, pools, router, workers, reasons=reasons)
+        summary = summarize(
+            self.config, pools, router, workers, reasons=reasons, is_leaving=self.is_leaving
+        )
         summary["control"] = {"id": self.plane.hello.name, "pid": os.getpid()}
         return summary
 

@@ -33,8 +33,9 @@ def summarize(
     workers: list[WorkerStatistics],
     *,
     reasons: Sequence[str] = (),
+    is_leaving: bool = False,
 ) -> dict[str, Any]:
-    """Return the status of the cluster; `router` is None when no router answers.
+    """Return the status of one model; `router` is None when no router answers.
 
     `state` is degraded when no request can be served, a pool has fewer ready workers than it should
     have, or there are other `reasons` (`health.HealthWatch`); the status names them all.
@@ -42,6 +43,9 @@ def summarize(
     A draining or flipping worker counts as its pool's, because the pool lacks no worker while one
     changes. It takes no new request meanwhile, so a role that only such workers have is `missing`.
     A leaving worker counts for neither: its process is about to end.
+
+    With `is_leaving` the model is being removed: its `state` is leaving, and that its processes end
+    is not a reason to call anything degraded.
 
     `unreached` are targets that are out of reach at the present load.
     """
@@ -63,12 +67,15 @@ def summarize(
     if 0 < len(gateways) < config.gateway.replicas:
         all_reasons.append(f"gateways: {len(gateways)} of {config.gateway.replicas}")
     all_reasons += reasons
+    if is_leaving:
+        missing = []
+        all_reasons = []
     request_counts = Counter[str]()
     for gateway in gateways:
         request_counts.update(gateway["requests"])
 
     return {
-        "state": "degraded" if all_reasons else "healthy",
+        "state": _state(all_reasons, is_leaving),
         "missing": missing,
         "reasons": all_reasons,
         "model": gateways[0]["model"] if gateways else config.model.name,
@@ -81,6 +88,13 @@ def summarize(
         "router": None if router is None else router_values,
         "workers": workers,
     }
+
+
+def _state(reasons: Sequence[str], is_leaving: bool) -> str:
+    """Return the state of a model."""
+    if is_leaving:
+        return "leaving"
+    return "degraded" if reasons else "healthy"
 
 
 def summarize_models(statuses: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -96,7 +110,7 @@ def summarize_models(statuses: dict[str, dict[str, Any]]) -> dict[str, Any]:
     request_counts = Counter[str]()
     for status in statuses.values():
         request_counts.update(status["requests"])
-    is_healthy = all(status["state"] == "healthy" for status in statuses.values())
+    is_healthy = all(status["state"] in ("healthy", "leaving") for status in statuses.values())
     return {
         **first,
         "state": "healthy" if is_healthy else "degraded",

@@ -34,7 +34,7 @@ class Controlled:
     def __init__(self, name: str) -> None:
         self.name = name
         self.application_name = f"diptych-{name}"
-        self.operations = SimpleNamespace(config=CONFIG.of_model(name))
+        self.operations = SimpleNamespace(config=CONFIG.of_model(name), is_leaving=False)
         self.gateways = ["gateway/a"]
         self.plane = self
 
@@ -139,6 +139,8 @@ def test_a_model_is_deleted_once_no_gateway_is_connected_to_its_router(
         await cluster.orders.remove("two", dry_run=False)
         leaving = {one.name: one.leaving for one in cluster.found}
         assert leaving == {"diptych-one": False, "diptych-two": True}
+        stands = {name: model.operations.is_leaving for name, model in cluster.models.items()}
+        assert stands == {"one": False, "two": True}, "what the status says of the models"
         marked = {app["name"]: code(app) for app in cluster.applications}
         assert marked == versions, "the mark restarts nothing"
         await asyncio.sleep(0.1)

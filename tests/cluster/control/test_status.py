@@ -197,3 +197,14 @@ def test_a_wide_status_of_several_models_says_whose_each_row_is(
         assert [word for word in first_words[2] if word.startswith(name)] == [
             f"{name}/{row}" for row in rows
         ]
+
+
+def test_a_model_that_is_removed_is_leaving_and_does_not_degrade_the_cluster() -> None:
+    leaving = summarize(ClusterConfig(), seen(), None, [], reasons=["a lost peer"], is_leaving=True)
+    assert leaving["state"] == "leaving"
+    assert leaving["missing"] == leaving["reasons"] == []
+    cluster = summarize_models({"one": told(WORKERS), "two": leaving})
+    assert (cluster["state"], cluster["reasons"]) == ("healthy", [])
+    assert headline(leaving).startswith("LEAVING   model ")
+    ill = summarize_models({"one": told(WORKERS[1:]), "two": leaving})
+    assert ill["state"] == "degraded"

@@ -221,8 +221,8 @@ class Router:
         self.prompt_tokens += request.prompt_tokens
         worker = placement.computing_worker
         if worker.alive:
-            uncached_hashes = request.sampled_hashes[request.hits.depth(worker.slot) :]
-            self._index.predict(worker.slot, uncached_hashes, placed_at)
+            # All of them, those that it holds too: what is used often is then forgotten last.
+            self._index.predict(worker.slot, request.sampled_hashes, placed_at)
         if untidied.decision_id:
             decode_workers = len(self.fleet.decode_workers)
             self._recorder.record_placement(untidied, decode_workers)
@@ -422,6 +422,7 @@ class Router:
             return self._place_queued(now)
         if len(self.queue) >= self.config.queue_max:
             message = f"{len(self.queue)} requests wait already"
+            self._record_refusal(self._new_request(gateway, place, now), message, now)
             return [self._refuse(gateway, key, "queue_full", message)]
         self._release_foreign(key)
         self._index.expire(now)
@@ -546,6 +547,10 @@ class Router:
         self.counts.refused[reason] += 1
         return DeliverFrame(gateway, AttemptRefused(key, reason, message, retry_after_s))
 
+    def _record_refusal(self, request: QueuedRequest, message: str, now: float) -> None:
+        if self.config.decisions:
+            self._recorder.record_refusal(request, message, len(self.queue), now)
+
     def _refuse_expired_requests(self, now: float) -> list[RouterAction]:
         """Refuse who has waited too long: sooner where no worker is up than where all are busy."""
         actions: list[RouterAction] = []
@@ -555,17 +560,20 @@ class Router:
                 self.queue.postpone(request, min(now + self.config.queue_ttl_s, gives_up_at))
                 continue
             self.queue.leave(request.attempt_key)
-            actions.append(self._refuse_expired(request))
+            actions.append(self._refuse_expired(request, now))
         return actions
 
-    def _refuse_expired(self, request: QueuedRequest) -> DeliverFrame:
+    def _refuse_expired(self, request: QueuedRequest, now: float) -> DeliverFrame:
         waited = f"waited {request.expires_at - request.heard_at:g} s for a worker"
         missing = self.placer.missing_roles(request)
         if missing:
+            reason = "no_capacity"
             message = f"{waited}: no {' or '.join(sorted(missing))} worker is up"
-            return self._refuse(request.gateway, request.attempt_key, "no_capacity", message)
-        message = f"{waited}: all are busy"
-        return self._refuse(request.gateway, request.attempt_key, "deadline_exceeded", message)
+        else:
+            reason = "deadline_exceeded"
+            message = f"{waited}: all are busy"
+        self._record_refusal(request, message, now)
+        return self._refuse(request.gateway, request.attempt_key, reason, message)
 
     def _refuse_rejected(self, rejection: Rejection, now: float) -> DeliverFrame:
         request = rejection.request
@@ -576,8 +584,7 @@ class Router:
             message = (
                 f"{len(self.queue.overdue)} late requests wait, about {rejection.wait_s:.0f} s"
             )
-        if self.config.decisions:
-            self._recorder.record_refusal(request, message, len(self.queue), now)
+        self._record_refusal(request, message, now)
         return self._refuse(
             request.gateway,
             request.attempt_key,

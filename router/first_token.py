@@ -32,7 +32,7 @@ JOIN_QUANTILE = 0.98  #: of the errors: the share of answers whose second token 
 ERRORS_KEPT = 256  #: the last errors whose quantile is taken
 RECOMPUTE_EVERY = 16  #: errors between two looks at their quantile: sorting takes a while
 ERROR_LIMIT = 8.0  #: of the quantile: more than that is a fault, and no time to wait for
-KEPT_WEIGHT = 1 - 1 / ERRORS_KEPT  #: of a join after the next one
+KEPT_WEIGHT = 1 - 1 / ERRORS_KEPT  #: what a join still weighs after each further join
 #: A join counts as so many times the expected one at most: one preempted sequence moves the line
 #: little. A real change gets through within a few joins.
 OUTLIER_RATIO = 4.0

@@ -6,8 +6,9 @@ Life of a worker:
     computes  -> its prefill speed is corrected by each first token
     lost      -> its slot is free for another worker
 
-Credit says when a prefill worker may be given another prompt: at once while little is pending
-there, otherwise shortly before it runs out of work, and never beyond `PREFETCH` prompts.
+Credit says when a prefill worker may be given another prompt: at once while its urgent prompts
+have less than a step's tokens, otherwise shortly before it runs out of them, and then only if it
+has fewer than `PREFETCH`. With `HALTED_MAX` prompts of any kind it gets no other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from ..protos.frames import AttemptKey, WorkerCard, WorkerReport
+from ..protos.frames import AttemptKey, Coefficients, WorkerCard, WorkerReport
 from ..protos.targets import TargetSum
 from .predictor import SLOW, Correction, Drift, LearnedCost, prior
 from .worker_state import DecodeReservation, PrefillWork, WorkerState
@@ -34,6 +35,9 @@ FADE_S = 10.0  #: after so long without a prompt half of a worker's own correcti
 PREDICTION_SLACK_S = 0.005
 STALE_CREDITS = 8  #: heap entries for each slot, before those that are out of date are removed
 HALTED_SHARE_MIN = 0.05  #: of a halted prompt's prefill, at least so much is left
+#: The time of a prompt says nothing of the worker's speed if less of its tokens, as a share of them,
+#: were left to compute when it was the worker's first.
+OWN_TOKENS_MIN = 0.1
 
 
 class WorkerFleet:
@@ -62,7 +66,7 @@ class WorkerFleet:
         #: by GPU and tensor parallelism
         self._learned_costs: dict[tuple[str, int], LearnedCost] = {}
         self._revisited_slot = 0  #: the slot that `revisit` looked at last
-        #: one worker of each GPU type and tensor parallelism
+        #: one worker of each GPU type and tensor parallelism that computes prompts
         self._examples: list[WorkerState] = []
 
     # ---- membership ------------------------------------------------------------------------------
@@ -130,7 +134,9 @@ class WorkerFleet:
         alive = [worker for worker in self.by_slot if worker is not None]
         self.prefill_workers = [worker for worker in alive if _prefills(worker.card)]
         self.decode_workers = [worker for worker in alive if _decodes(worker.card)]
-        examples = {(worker.card.gpu, worker.card.tensor_parallel): worker for worker in alive}
+        # Prompts are computed by these workers, or by all while there are none of them.
+        computing = self.prefill_workers or alive
+        examples = {(worker.card.gpu, worker.card.tensor_parallel): worker for worker in computing}
         self._examples = list(examples.values())
 
     def accepting_decode_workers(self) -> list[WorkerState]:
@@ -147,9 +153,9 @@ class WorkerFleet:
     def isolated_prefill_s(self, prompt_tokens: float) -> float:
         """Return the seconds of a whole prompt, were it alone in the cluster and not cached.
 
-        The fastest kind of worker computes it, as its card says, or as was learned of its kind. No
-        correction is in it: a worker that has become slow makes no target longer. While no worker
-        is known, the prior says it.
+        The fastest kind of prefill or mixed worker computes it (of any worker, while there are none
+        of these), as its card says, or as was learned of its kind. No correction is in it: a worker
+        that has become slow makes no target longer. While no worker is known, the prior says it.
         """
         seconds = [
             worker.nominal_cost.prefill_s(prompt_tokens, prompt_tokens) for worker in self._examples
@@ -287,19 +293,44 @@ class WorkerFleet:
     ) -> tuple[PrefillWork, float] | None:
         """Note that a prompt's first token is out.
 
-        Returns the work and the seconds that it took, 0.0 if these say nothing of the worker's
-        speed; None if the prompt is not pending there.
+        Returns the work and the seconds that it would have taken alone, 0.0 if the observed ones
+        say nothing of the worker's speed; None if the prompt is not pending there.
         """
         if key not in worker.pending_prefills:
             return None
-        was_first = next(iter(worker.pending_prefills)) == key
-        work = worker.pending_prefills.pop(key)
+        works = worker.pending_prefills
+        first = next(iter(works.values()))
+        work = works.pop(key)
+        own_tokens = work.uncached_tokens - work.computed_tokens
         took_s = 0.0
-        if was_first and not work.delayed:
-            took_s = now - max(worker.head_began, work.assigned_at)
+        if work is not first:
+            first.delayed = True  # a step that computed another prompt would count as its time
+        else:
+            shared_tokens = self._fill_last_step(worker, own_tokens)
+            if not work.delayed and own_tokens >= OWN_TOKENS_MIN * work.uncached_tokens:
+                took_s = now - max(worker.head_began, work.assigned_at)
+                took_s *= _alone_share(worker.nominal_cost, work, own_tokens, shared_tokens)
         worker.head_began = now
         self._update_pending(worker)
         return work, took_s
+
+    def _fill_last_step(self, worker: WorkerState, tokens: int) -> int:
+        """Return how many tokens of other prompts were computed in the first prompt's steps.
+
+        `tokens` are those of the first prompt, which is not pending any more. The worker fills
+        its last step with the beginnings of the prompts behind it, and these tokens do not count
+        as theirs later.
+        """
+        room = -tokens % worker.card.chunk_tokens
+        shared_tokens = 0
+        for other in worker.pending_prefills.values():
+            if other.assigned_at > worker.head_began:
+                continue  # it came when these steps were under way
+            computed_tokens = min(room, other.uncached_tokens - other.computed_tokens)
+            other.computed_tokens += computed_tokens
+            room -= computed_tokens
+            shared_tokens += computed_tokens
+        return shared_tokens
 
     def withdraw_prompt(self, worker: WorkerState, key: AttemptKey, now: float) -> None:
         """Note that the worker is not going to compute this prompt any more."""
@@ -374,10 +405,14 @@ class WorkerFleet:
         return [worker for worker in workers if worker is not None]
 
     def credit_again(self, now: float) -> None:
-        """Add every worker that has credit to `credited_slots`."""
+        """Add every worker that has credit to `credited_slots`, and wait for all others again.
+
+        `next_credit` forgets the coming credits of workers whose role it was not asked for.
+        """
         for worker in self.workers.values():
             if worker.credit_at <= now:
                 self.credited_slots.add(worker.slot)
+        self._remove_stale_credits()
 
     def next_credit(self, now: float, decodes: bool) -> float:
         """Return when the next worker that prefills (or decodes) gets credit.
@@ -422,6 +457,18 @@ class WorkerFleet:
 def _prefills(card: WorkerCard) -> bool:
     """Whether the worker's role is to compute prompts."""
     return card.role in ("prefill", "mixed")
+
+
+def _alone_share(
+    cost: Coefficients, work: PrefillWork, own_tokens: int, shared_tokens: int
+) -> float:
+    """Return the seconds of a prompt alone, as a share of those of the steps that computed it.
+
+    The steps computed `own_tokens` of it, and `shared_tokens` of other prompts.
+    """
+    alone_s = cost.prefill_s(work.uncached_tokens, work.prompt_tokens)
+    steps_s = cost.prefill_s(own_tokens, work.prompt_tokens) + cost.prefill_token * shared_tokens
+    return alone_s / steps_s if steps_s else 1.0
 
 
 def _decodes(card: WorkerCard) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from operator import itemgetter
 
@@ -66,6 +66,15 @@ def bits(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest.bit_length() - 1
         mask ^= lowest
+
+
+def some_bits(mask: int, first: int, count: int) -> list[int]:
+    """Return the numbers of `count` bits that are set: from `first` on, then from 0 on.
+
+    They are fewer if fewer bits are set.
+    """
+    from_first = mask >> first << first
+    return list(islice(chain(bits(from_first), bits(mask ^ from_first)), count))
 
 
 class Hits:

@@ -1,4 +1,4 @@
-"""The router and the simulator as machine code, where `diptych.router.compile` has made it.
+"""Router, simulator and the engine's scheduling as machine code, if `diptych.router.compile` made it.
 
 mypyc compiles the same sources, which are kept in the user's cache under the digest of all of them.
 A source that was changed since has another digest, and runs as Python. So does everything where

@@ -177,8 +177,9 @@ class OutputLengths:
 
     def observe(self, tenant: str, slo_class: str, tokens: float) -> None:
         """Add one answer's length to the tenant's mean and to the class's."""
+        class_mean = self._means.get(("", slo_class), self._first)
         for key in {("", slo_class), (tenant, slo_class)}:
-            previous = self._means.pop(key, self._first)
+            previous = self._means.pop(key, class_mean)
             self._means[key] = previous + self._weight * (tokens - previous)
         while len(self._means) > MEANS_MAX:
             self._means.popitem(last=False)

@@ -2,8 +2,9 @@
 
 A small fleet is compared whole. Of a large one: the workers that are free soonest, those whose
 prompts can be put off longest (a newcomer may go before them), those that cost least to decode on,
-all found again every few requests; and whoever holds some of the prompt. Comparing all of a
-thousand workers for each request would take longer than everything else that the router does.
+all found again every few requests; and whoever holds some of the prompt, or a few of them if many
+do. Comparing all of a thousand workers for each request would take longer than everything else that
+the router does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from operator import attrgetter
 
 from .decisions import Option
 from .fleet import HALTED_MAX, WorkerFleet
-from .index import Hits
+from .index import Hits, some_bits
 from .request_queue import QueuedRequest
 from .worker_state import WorkerState
 
@@ -25,6 +26,7 @@ LARGEST_SLACK = 2  #: further ones, whose prompts can be put off longest
 CHEAPEST = 4  #: decode workers of a shortlist
 USES = 4  #: requests before a shortlist is found again (in `refresh`)
 FASTEST = 2  #: prefill workers that are asked how fast a prompt can be computed
+WIDE_HOLDERS = 4  #: of the many that hold a prefix, so many are compared
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +106,7 @@ class Shortlist:
         #: Uses until `refresh` finds a list again; at -USES, the next use does it by itself.
         self._prefill_uses_left = -USES
         self._decode_uses_left = -USES
+        self._next_wide_slot = 0  #: from which slot on the next holders of many are taken
 
     def prefill_workers(self, request: QueuedRequest, now: float) -> list[WorkerState]:
         """Return the workers to compare for the prefill; the preferred one is among them.
@@ -188,8 +191,18 @@ class Shortlist:
         self._decode = _cheapest(workers, _decode_cost_s, CHEAPEST)
 
     def _holders(self, hits: Hits, listed: Sequence[WorkerState]) -> list[WorkerState]:
-        """Return the workers that hold some of the prompt and are not listed."""
-        workers = [self._fleet.by_slot[slot] for slot in hits.depth_by_slot]
+        """Return workers that hold some of the prompt and are not listed.
+
+        Of a prefix that many hold there are a few, unless a listed worker holds as much: at each
+        call other ones, so that no holder is always passed over.
+        """
+        slots = list(hits.depth_by_slot)
+        if hits.wide_depths:
+            depth, mask = hits.wide_depths[0]
+            if not any(hits.depth(worker.slot) >= depth for worker in listed):
+                self._next_wide_slot = (self._next_wide_slot + 1) % mask.bit_length()
+                slots += some_bits(mask, self._next_wide_slot, WIDE_HOLDERS)
+        workers = [self._fleet.by_slot[slot] for slot in slots]
         return [worker for worker in workers if worker is not None and worker not in listed]
 
     def _follow_membership(self) -> None:

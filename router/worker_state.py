@@ -34,10 +34,11 @@ class PrefillWork:
     prompt_tokens: int
     assigned_at: float  #: when the router placed it
     deadline: float = 0.0  #: the worker computes in this order; equal ones as they came
-    delayed: bool = (
-        False  #: it waited for a chunk or a fetch, so its time says nothing of the speed
-    )
+    #: It waited for a chunk or a fetch, so its time says nothing of the worker's speed.
+    delayed: bool = False
     background: bool = False  #: it cannot be in time any more: others go before it
+    #: Of its uncached tokens, by prediction, computed in the last step of a prompt before it.
+    computed_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)

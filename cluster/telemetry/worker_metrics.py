@@ -6,6 +6,9 @@ the bytes of this process's TCP connections shows it, as in `diptych doctor`. Wh
 that arrived since the last comparison came over TCP, every peer that sent some of it is said to use
 `nixl (tcp)`. `diptych doctor` measures each pair, and so finds which of them it is. Only rank 0's
 connections are counted.
+
+Connections that carry no KV get heartbeats and messages. While no KV comes, what arrives is theirs,
+and is left out; while KV flows, they are a share of about 0.0001 of it.
 """
 
 from __future__ import annotations
@@ -18,8 +21,7 @@ from typing import Any
 from .page import MetricRow, limit_label_values
 
 MINIMUM_KV_BYTES = 1 << 20  #: Of KV on rank 0 since the last comparison: less says nothing.
-#: TCP bytes from which KV came over TCP, as a share of that KV. Messages beside KV are a share of
-#: about 0.0001.
+#: TCP bytes from which KV came over TCP, as a share of that KV.
 TCP_SHARE_MINIMUM = 0.1
 #: Every KV block is in one of the first six. A quarantined or orphaned one is in one of these, too.
 BLOCK_STATES = (
@@ -44,9 +46,12 @@ class TransportDetector:
 
     #: Returns the bytes that came over this process's open TCP connections; None: unknown.
     tcp_received: Callable[[], int | None]
-    _previous_tcp_bytes: int = 0  #: At the last comparison.
+    #: At the last comparison, with what came since then while no KV did.
+    _previous_tcp_bytes: int = 0
     _previous_kv_bytes: Counter[str] = field(default_factory=Counter)  #: The same, by worker.
     _uses_tcp: dict[str, bool] = field(default_factory=dict)  #: The findings, by worker.
+    _seen_tcp_bytes: int = 0  #: At the last scrape that knew them.
+    _seen_kv_bytes: int = 0  #: At the same scrape, from all workers.
 
     def workers_using_tcp(self, received: dict[str, int], ranks: int) -> dict[str, bool]:
         """Return for each worker whether its KV came over TCP when some was last compared.
@@ -58,15 +63,15 @@ class TransportDetector:
         With less than `MINIMUM_KV_BYTES` on rank 0, from all workers together, or while the TCP
         bytes are unknown, there is no comparison: the next one counts from the last one.
         """
+        tcp_bytes = self.tcp_received()
+        if tcp_bytes is not None:
+            self._leave_out_idle_time(tcp_bytes, sum(received.values()))
         new_kv_bytes = {
             worker: kv_bytes - self._previous_kv_bytes[worker]
             for worker, kv_bytes in received.items()
         }
         rank_kv_bytes = sum(new_kv_bytes.values()) // ranks
-        if rank_kv_bytes < MINIMUM_KV_BYTES:
-            return self._uses_tcp
-        tcp_bytes = self.tcp_received()
-        if tcp_bytes is None:
+        if rank_kv_bytes < MINIMUM_KV_BYTES or tcp_bytes is None:
             return self._uses_tcp
         new_tcp_bytes = tcp_bytes - self._previous_tcp_bytes
         uses_tcp = new_tcp_bytes >= TCP_SHARE_MINIMUM * rank_kv_bytes
@@ -76,6 +81,13 @@ class TransportDetector:
         self._previous_tcp_bytes = tcp_bytes
         self._previous_kv_bytes = Counter(received)
         return self._uses_tcp
+
+    def _leave_out_idle_time(self, tcp_bytes: int, kv_bytes: int) -> None:
+        """Leave out the TCP bytes since the last scrape if no KV has come since then."""
+        if kv_bytes == self._seen_kv_bytes:
+            self._previous_tcp_bytes += tcp_bytes - self._seen_tcp_bytes
+        self._seen_tcp_bytes = tcp_bytes
+        self._seen_kv_bytes = kv_bytes
 
 
 def worker_rows(

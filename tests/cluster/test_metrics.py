@@ -379,6 +379,19 @@ def test_kv_of_a_time_without_a_tcp_count_is_compared_once_the_count_is_there() 
     assert detector.workers_using_tcp({"a": 120 * mib}, 1) == {"a": False}
 
 
+def test_heartbeats_of_a_night_without_kv_are_not_taken_for_kv() -> None:
+    tcp = {"bytes": 8 * MINIMUM_KV_BYTES}  # weights that were loaded
+    detector = TransportDetector(lambda: tcp["bytes"])
+    mib = MINIMUM_KV_BYTES
+    assert detector.workers_using_tcp({}, 1) == {}
+    assert detector.workers_using_tcp({"a": 2 * mib}, 1) == {"a": False}
+    tcp["bytes"] += 2 * mib
+    assert detector.workers_using_tcp({"a": 2 * mib}, 1) == {"a": False}
+    assert detector.workers_using_tcp({"a": 4 * mib}, 1) == {"a": False}
+    tcp["bytes"] += 2 * mib
+    assert detector.workers_using_tcp({"a": 6 * mib}, 1) == {"a": True}
+
+
 def test_peers_without_a_label_of_their_own_show_that_one_of_them_uses_tcp() -> None:
     statistics = worker_statistics()
     detector = TransportDetector(lambda: MINIMUM_KV_BYTES)

@@ -14,6 +14,7 @@ from diptych.protos.frames import (
     AttemptOutcome,
     AttemptPlaced,
     AttemptRefused,
+    Coefficients,
     DeliverFrame,
     PlaceAttempt,
     WorkerCard,
@@ -22,6 +23,7 @@ from diptych.protos.frames import (
 )
 from diptych.router import events as e
 from diptych.router.core import Router, RouterConfig
+from diptych.router.predictor import OutputLengths
 
 HASHES = [bytes([i]) * 16 for i in range(8)]
 
@@ -587,3 +589,114 @@ def test_statistics_and_repr_tell_where_it_is(rig: Rig) -> None:
     assert repr(rig.router) == "<Router term 5: 2 prefill, 2 decode | 1 bound, 0 waiting>"
     statistics = rig.router.statistics()
     assert (statistics["placed"], statistics["refused"], statistics["bound"]) == (1, 0, 1)
+
+
+# ---- what is learned of speeds -------------------------------------------------------------------
+
+SPEED = Coefficients(0.0, 1e-3, 0.0, 0.01, 0.0, 0.0, 0.0)  # 1 ms for each token of a prompt
+
+
+def _learned_factor(frame_gap_s: float, prompts: int) -> float:
+    """How much slower than its card a worker seems that computes several prompts in each step.
+
+    It is as fast as its card says. The first tokens of a step are told `frame_gap_s` apart.
+    """
+    rig = Rig("decode/x", policy="diptych", disaggregate="always")
+    worker = msgspec.structs.replace(card("prefill/a"), cost=SPEED, chunk_tokens=512)
+    rig.send(e.WorkerJoined(worker, 0, []))
+    for turn in range(40):
+        names = [f"{turn}.{number}" for number in range(prompts)]
+        for name in names:
+            assert isinstance(rig.ask(name, prompt=100, ttft_s=30.0), AttemptPlaced)
+        rig.now += 0.1 * prompts
+        for name in names:
+            rig.send(e.FirstTokenSent((name, 0)), after=frame_gap_s)
+            rig.over(name)
+        rig.now += 0.5
+    return rig.router.workers["prefill/a"].prefill_correction.factor
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 4])
+@pytest.mark.parametrize("frame_gap_s", [0.0, 0.0003])
+def test_prompts_of_one_step_do_not_say_that_a_worker_is_slow_or_fast(
+    frame_gap_s: float, prompts: int
+) -> None:
+    assert _learned_factor(frame_gap_s, prompts) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_first_token_out_of_order_says_nothing_of_the_speed() -> None:
+    rig = Rig("decode/x", policy="diptych", disaggregate="always")
+    worker = msgspec.structs.replace(card("prefill/a"), cost=SPEED, chunk_tokens=512)
+    rig.send(e.WorkerJoined(worker, 0, []))
+    for name in ("first", "second"):
+        rig.ask(name, prompt=100, ttft_s=30.0)
+    rig.send(e.FirstTokenSent(("second", 0)), after=0.2)
+    rig.send(e.FirstTokenSent(("first", 0)), after=0.0003)
+    assert rig.router.workers["prefill/a"].prefill_correction.factor == 1.0
+
+
+def test_workers_that_compute_no_prompts_set_no_target() -> None:
+    rig = Rig()
+    slow = msgspec.structs.replace(card("prefill/a"), cost=SPEED, gpu="slow")
+    fast_cost = msgspec.structs.replace(SPEED, prefill_token=1e-5)
+    fast = msgspec.structs.replace(card("decode/x"), cost=fast_cost, gpu="fast")
+    rig.send(e.WorkerJoined(fast, 0, []))
+    assert rig.router.fleet.isolated_prefill_s(1000) == pytest.approx(0.01), "nobody else is there"
+    rig.send(e.WorkerJoined(slow, 0, []))
+    assert rig.router.fleet.isolated_prefill_s(1000) == pytest.approx(1.0)
+
+
+def test_a_tenants_first_answer_does_not_hide_those_of_its_class() -> None:
+    lengths = OutputLengths()
+    for _ in range(200):
+        lengths.observe("old", "chat", 3000)
+    assert lengths.expect("new", "chat", 8000) == pytest.approx(3000, rel=0.01)
+    lengths.observe("new", "chat", 3000)
+    assert lengths.expect("new", "chat", 8000) == pytest.approx(3000, rel=0.01)
+
+
+# ---- many workers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("holders", [1, 8, 9, 12])
+def test_however_many_hold_a_prefix_one_of_them_computes_the_prompt(holders: int) -> None:
+    """40 idle workers, of which those with the highest slots hold all of the prompt."""
+    rig = Rig("decode/x", policy="diptych", disaggregate="always")
+    hashes = [bytes([number, 0]) * 8 for number in range(16)]
+    for number in range(40):
+        held = hashes if number >= 40 - holders else []
+        worker = msgspec.structs.replace(card(f"prefill/{number:02}"), cost=SPEED)
+        rig.send(e.WorkerJoined(worker, 0, held))
+    placed = rig.ask("r", prompt=16 * 64 + 10, hashes=hashes, ttft_s=30.0)
+    assert placed.hit_tokens == 16 * 64
+    assert int(placed.prefill_worker.partition("/")[2]) >= 40 - holders
+
+
+def test_what_is_hit_all_the_time_is_forgotten_last() -> None:
+    """A worker's bounded index loses prompts that nobody asks for, not the one that all share."""
+    rig = Rig("prefill/a", "decode/x", index_per_worker=64)
+    shared = [bytes([number, 1]) * 8 for number in range(16)]
+    for turn in range(40):
+        own = [bytes([number, 2 + turn]) * 8 for number in range(16)]
+        placed = rig.ask(f"r{turn}", prompt=32 * 64 + 1, hashes=shared + own)
+        assert placed.hit_tokens == (16 * 64 if turn else 0), turn
+        rig.send(e.FirstTokenSent((f"r{turn}", 0)), after=0.1)
+        rig.over(f"r{turn}")
+        rig.router.tidy()
+
+
+# ---- every refusal is explained ------------------------------------------------------------------
+
+
+def test_who_waited_in_vain_and_who_was_not_let_in_have_a_record_each() -> None:
+    rig = Rig("decode/x", policy="diptych", disaggregate="always", queue_ttl_s=5.0, queue_max=1)
+    rig.ask("waits")
+    refused = rig.ask("too_many")
+    assert refused.reason == "queue_full"
+    (record,) = rig.router.decisions.find("too_many")
+    assert (record.kind, record.note) == ("refused", refused.message)
+    (action,) = rig.send(e.RouterTick(), after=100.0)
+    assert action.frame.reason == "no_capacity"
+    (record,) = rig.router.decisions.find("waits")
+    assert (record.kind, record.note) == ("refused", action.frame.message)
+    assert record.waited_s == pytest.approx(100.0)

@@ -7,7 +7,8 @@ order, until the rest is below:
     1. answers that nobody reads, the one first that was left first;
     2. readers for whom much waits, the one first for whom the most does. The journal stays, so such
        a client may come back with `x-resume-from`; what waited for it is generated again then.
-If that is not enough, answers take it that are read as they come. Then no new request is let in.
+If that is not enough, what remains belongs to clients that keep up with their answers. Then no new
+request is let in.
 """
 
 from __future__ import annotations

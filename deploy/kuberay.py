@@ -69,7 +69,8 @@ def _head(cluster: Manifest) -> Iterator[str]:
     if head.get("headService", {}).get("metadata", {}).get("name"):
         yield "headService.metadata.name must not be set"
     # The password belongs into gcsFaultToleranceOptions, where these are given.
-    if cluster.get("gcsFaultToleranceOptions") and "redis-password" in head["rayStartParams"]:
+    start_options = head.get("rayStartParams") or {}
+    if cluster.get("gcsFaultToleranceOptions") and "redis-password" in start_options:
         yield "redis-password in rayStartParams, beside gcsFaultToleranceOptions"
 
 

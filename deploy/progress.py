@@ -12,6 +12,7 @@ Only the standard library is used: nothing is installed yet when this file runs.
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ COLLECTING = re.compile(r"Collecting (\S+)")
 DOWNLOADING = re.compile(r"\s*Downloading (\S+) \(([^)]+)\)")
 INSTALLING = re.compile(r"Installing collected packages: (.*)")
 LINES_KEPT = 30  #: of pip's output, for when it fails
+WIDTH_LIMIT = 110  #: of the progress line, in characters
 REFRESH_S = 0.5  #: between two counts of the packages that are in place
 
 
@@ -41,9 +43,10 @@ class ProgressLine:
         """Show a phase; `detail` changes too often for a line of its own."""
         if self._output.isatty():
             seconds = time.monotonic() - self._began
-            # Always 110 characters, so that no rest of a longer line stays.
+            width = _line_width()
             line = f"installing {self.what}: {phase} {detail} ({seconds:.0f} s)"
-            self._output.write(f"\r{line[:110]:<110}")
+            # Always the whole width, so that no rest of a longer line stays.
+            self._output.write(f"\r{line[:width]:<{width}}")
         elif phase not in self._phases:
             self._phases.add(phase)
             self._output.write(f"installing {self.what}: {phase}\n")
@@ -52,9 +55,16 @@ class ProgressLine:
     def end(self, message: str) -> None:
         """Replace the line by a last one: `message`, and how long it all took."""
         seconds = time.monotonic() - self._began
-        start = "\r" if self._output.isatty() else ""
-        self._output.write(f"{start}{message} in {seconds:.0f} s".ljust(111) + "\n")
+        line = f"{message} in {seconds:.0f} s"
+        if self._output.isatty():
+            line = f"\r{line:<{_line_width()}}"
+        self._output.write(line + "\n")
         self._output.flush()
+
+
+def _line_width() -> int:
+    """Return the characters of a line that does not wrap and is written over as a whole."""
+    return min(WIDTH_LIMIT, shutil.get_terminal_size().columns - 1)
 
 
 class PackageCounter:

@@ -51,8 +51,11 @@ def serve(service: Manifest) -> list[str]:
     """
     from ray.serve.schema import ServeDeploySchema
 
+    text = service["spec"].get("serveConfigV2")
+    if not text:
+        return ["serveConfigV2 is missing"]
     try:
-        raw = read(service["spec"]["serveConfigV2"])
+        raw = read(text)
         config = ServeDeploySchema.model_validate(raw)
     except (yaml.YAMLError, ValidationError) as error:
         return [f"serveConfigV2: {error}"]
@@ -127,7 +130,7 @@ def placement(service: Manifest) -> Iterator[str]:
     deployments = [
         deployment
         for application in config["applications"]
-        for deployment in application["deployments"]
+        for deployment in application.get("deployments", [])
     ]
     for deployment in deployments:
         options = deployment.get("ray_actor_options", {})
@@ -146,10 +149,16 @@ def placement(service: Manifest) -> Iterator[str]:
     for group in groups(service):
         slots_of_pod = _slots(group)
         for name, slots in slots_of_pod.items():
-            offered[name] += slots * group["replicas"]
-        limits = container_of(group["template"])["resources"]["limits"]
+            if isnan(slots):
+                amount = group["resources"][name]
+                yield f"group {group['groupName']}: {amount!r} of {name} is no quantity"
+                return
+            offered[name] += int(slots) * group.get("replicas", 0)
+        limits = _amounts(group["template"], "limits")
         pod_gpus = parse_quantity(limits.get("nvidia.com/gpu", "0"))
-        slot_gpus = sum(slots * replica_gpus.get(name, 0) for name, slots in slots_of_pod.items())
+        slot_gpus = sum(
+            int(slots) * replica_gpus.get(name, 0) for name, slots in slots_of_pod.items()
+        )
         if slot_gpus > pod_gpus:
             yield (
                 f"group {group['groupName']}: its slots want {slot_gpus} GPUs, "
@@ -163,10 +172,15 @@ def placement(service: Manifest) -> Iterator[str]:
             yield f"replicas want {needed[name]} of {name}, the groups offer {offered[name]}"
 
 
-def _slots(group: Manifest) -> dict[str, int]:
-    """Custom resources that a pod of the group offers."""
+def _slots(group: Manifest) -> dict[str, float]:
+    """Custom resources that a pod of the group offers; NaN where an amount is no quantity."""
     resources = group.get("resources") or {}
-    return {name: int(parse_quantity(amount)) for name, amount in resources.items()}
+    return {name: parse_quantity(amount) for name, amount in resources.items()}
+
+
+def _amounts(template: Manifest, kind: str) -> Manifest:
+    """Returns what a pod's container asks for; `kind` is `requests` or `limits`."""
+    return (container_of(template).get("resources") or {}).get(kind) or {}
 
 
 def ray_token(service: Manifest) -> Iterator[str]:
@@ -181,7 +195,7 @@ def ray_token(service: Manifest) -> Iterator[str]:
     if mode != configured:
         yield f"authOptions.mode is {mode}, ray.auth is {configured}"
     for name, template in templates(service).items():
-        variables = {entry["name"]: entry for entry in container_of(template)["env"]}
+        variables = {entry["name"]: entry for entry in container_of(template).get("env", [])}
         for variable in TOKEN_VARIABLES:
             if variable in variables:
                 yield f"group {name}: {variable} in env wins over authOptions"
@@ -212,14 +226,14 @@ def pods(service: Manifest) -> Iterator[str]:
 
 def _named_ports(template: Manifest) -> dict[str, int]:
     ports = container_of(template).get("ports", [])
-    return {port["name"]: port["containerPort"] for port in ports}
+    return {port["name"]: port["containerPort"] for port in ports if "name" in port}
 
 
 def _ports(config: Manifest, template: Manifest) -> Iterator[str]:
     named = _named_ports(template)
     serve_ports = {
-        "serve": config["http_options"]["port"],
-        "serve-grpc": config["grpc_options"]["port"],
+        "serve": config.get("http_options", {}).get("port", 8000),  # Serve's own defaults
+        "serve-grpc": config.get("grpc_options", {}).get("port", 9000),
     }
     for name, number in serve_ports.items():
         if named.get(name) != number:
@@ -247,7 +261,7 @@ def _volumes(template: Manifest) -> Iterator[str]:
 
 
 def _environment(template: Manifest) -> Iterator[str]:
-    times = Counter(entry["name"] for entry in container_of(template)["env"])
+    times = Counter(entry["name"] for entry in container_of(template).get("env", []))
     doubled = [name for name, count in times.items() if count > 1]
     if doubled:
         yield f"{', '.join(doubled)} twice in env"
@@ -278,8 +292,11 @@ def _admin(config: Manifest, head: Manifest) -> Iterator[str]:
     for name, setting in (("admin", "port"), ("admin-grpc", "grpc_port")):
         if control.get(setting) != named.get(name):
             yield f"port {name} is {named.get(name)}, Control's is {control.get(setting)}"
-    if not _is_mounted(head, control["key_file"]):
-        yield f"nothing is mounted for {control['key_file']}"
+    key_file = control.get("key_file")
+    if not key_file:
+        yield "control.key_file is missing"
+    elif not _is_mounted(head, key_file):
+        yield f"nothing is mounted for {key_file}"
 
 
 def _drain(group: Manifest) -> Iterator[str]:
@@ -302,14 +319,14 @@ def _drain(group: Manifest) -> Iterator[str]:
 
 
 def _resources(template: Manifest) -> Iterator[str]:
-    """Checks amounts and names of resources as Kubernetes would.
+    """Checks amounts and names of resources by Kubernetes' rules.
 
-    Only those of `OVERCOMMITTED` may have a limit above the request. Devices have a "/" in their
-    names. A resource with a limit alone requests as much as that.
+    Amounts with an exponent ("1e3") are refused, although Kubernetes takes them. Only resources of
+    `OVERCOMMITTED` may have a limit above the request. Devices have a "/" in their names. A
+    resource with a limit alone requests as much as that.
     """
-    resources = container_of(template)["resources"]
-    requests = resources["requests"]
-    limits = resources["limits"]
+    requests = _amounts(template, "requests")
+    limits = _amounts(template, "limits")
     for amount in [*requests.values(), *limits.values()]:
         if isnan(parse_quantity(amount)):
             yield f"{amount!r} is no quantity"
@@ -334,11 +351,11 @@ def _memory_volumes(template: Manifest) -> Iterator[str]:
     may grow to all of the memory, so it is taken for huge (1T). Huge pages do not count there, but
     the pod must ask for them.
     """
-    limits = container_of(template)["resources"]["limits"]
+    limits = _amounts(template, "limits")
     for volume in template["spec"].get("volumes", []):
         directory = volume.get("emptyDir", {})
         medium = directory.get("medium")
-        if medium == "Memory":
+        if medium == "Memory" and "memory" in limits:
             size = parse_quantity(directory.get("sizeLimit", "1T"))
             if size > parse_quantity(limits["memory"]) / 2:
                 yield f"{volume['name']} takes over half of the memory limit"
@@ -390,7 +407,7 @@ def _account(documents: list[Manifest], binding: Manifest, service: Manifest) ->
     """
     by_name = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     role = by_name.get((binding["roleRef"]["kind"], binding["roleRef"]["name"]))
-    subjects = [(subject["kind"], subject["name"]) for subject in binding["subjects"]]
+    subjects = [(subject["kind"], subject["name"]) for subject in binding.get("subjects", [])]
     account_name = templates(service)["head"]["spec"].get("serviceAccountName")
     account = ("ServiceAccount", account_name)
     if role is None or account not in by_name or subjects != [account]:
@@ -403,8 +420,8 @@ def _account(documents: list[Manifest], binding: Manifest, service: Manifest) ->
         "verbs": ["get", "patch"],
     }
     clusters = {"apiGroups": ["ray.io"], "resources": ["rayclusters"], "verbs": ["get", "patch"]}
-    if role["rules"] != [own_service, clusters]:
-        yield f"gives {role['rules']}"
+    if role.get("rules") != [own_service, clusters]:
+        yield f"gives {role.get('rules')}"
 
 
 def _monitor(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[str]:
@@ -428,8 +445,8 @@ def _picked_components(selector: Manifest | None, pod_templates: list[Manifest])
     labels_to_match = (selector or {}).get("matchLabels", {}).items()
     if not labels_to_match:
         return []
-    labels = [template["metadata"]["labels"] for template in pod_templates]
-    return [pod[COMPONENT] for pod in labels if labels_to_match <= pod.items()]
+    labels = [template.get("metadata", {}).get("labels", {}) for template in pod_templates]
+    return [str(pod.get(COMPONENT)) for pod in labels if labels_to_match <= pod.items()]
 
 
 def _picks_every_pod(selector: Manifest | None, pod_templates: list[Manifest]) -> bool:
@@ -441,10 +458,14 @@ def _network_policy(spec: Manifest, pod_templates: list[Manifest]) -> Iterator[s
     if not _picks_every_pod(spec.get("podSelector"), pod_templates):
         yield "does not pick every pod"
     ingress = spec.get("ingress", [])
-    pod_ports = {port for template in pod_templates for port in _named_ports(template).values()}
-    opened_ports = {port["port"] for rule in ingress for port in rule.get("ports", [])}
+    pod_ports = {
+        port["containerPort"]
+        for template in pod_templates
+        for port in container_of(template).get("ports", [])
+    }
+    opened_ports = {port.get("port") for rule in ingress for port in rule.get("ports", [])}
     if opened_ports - pod_ports:
-        yield f"opens {sorted(opened_ports - pod_ports)}, where nothing listens"
+        yield f"opens {sorted(opened_ports - pod_ports, key=str)}, where nothing listens"
     if not opened_ports >= OPERATOR_PORTS:
         yield "keeps the operator from Serve's or the dashboard's port"
     if not all(rule.get("from") for rule in ingress):

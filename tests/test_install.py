@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.live import running
+from tests.support.pty import OnTerminal
 
 ROOT = Path(__file__).parent.parent
 
@@ -160,6 +161,23 @@ def test_progress_shows_each_phase_of_pip_once_where_there_is_no_terminal() -> N
         "putting packages in place",
     ]
     assert "installed a thing in" in done.stdout
+
+
+@pytest.mark.parametrize(("columns", "width"), [(40, 39), (200, 110)])
+def test_on_a_terminal_progress_is_one_line_however_narrow(
+    tmp_path: Path, columns: int, width: int
+) -> None:
+    """A line as wide as the terminal, or wider, could not be written over."""
+    script = f"print('Collecting {'x' * 150}')"
+    command = [sys.executable, str(ROOT / "deploy/progress.py"), "a thing"]
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    terminal = OnTerminal([*command, sys.executable, "-c", script], environment, tmp_path)
+    try:
+        shown = terminal.wait_for("installed a thing in")
+    finally:
+        assert terminal.end() == 0
+    lines = shown.split("\r")[1:-1]
+    assert lines and {len(line) for line in lines} == {width}
 
 
 def test_a_failed_install_shows_what_pip_said_and_keeps_its_exit_status() -> None:

@@ -98,7 +98,7 @@ class Control:
         """Take orders for a model from now on. Raises ConfigError."""
         config = application.config(self._config)
         name = config.model.name
-        if name is None:
+        if not name:  # `find_checkpoint` takes an empty name for none, too
             name = (await asyncio.to_thread(find_checkpoint, config)).name
         model = ModelControl(application, name, config, self._name, planning=self._planning)
         self._models[name] = model

@@ -189,7 +189,7 @@ _FAILURE_TEXTS = {
     ),
     "no_answer": FailureText(
         Severity.ERROR,
-        "the worker does not answer the gateway",
+        "the worker does not answer Control",
         "see whether it is frozen or overloaded, and its log; it is replaced if it stays silent",
     ),
 }

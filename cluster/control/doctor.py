@@ -15,9 +15,10 @@ import msgspec
 from ...kv_transfer.diagnosis import HostEnvironment
 from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
+from .bodies import decode_body
 from .diagnosis import HostObservation, PairMeasurement, choose_pairs, diagnose, diagnose_pair
 
-EXAMINATION_LIMIT_S = 120.0  #: Pairs whose turn has not come by then are not measured.
+EXAMINATION_LIMIT_S = 120.0  #: After this no further pair is begun.
 #: For one answer of a worker. A worker gives a probe up after 10 s, so its answer says why.
 ANSWER_LIMIT_S = 15.0
 PAIR_PROBES_LIMIT = 8  #: Probes of one pair: the first is slow, as it connects the two workers.
@@ -38,10 +39,7 @@ def parse_probe_size(body: bytes) -> int:
 
     Raises ApiError.
     """
-    try:
-        mib = msgspec.json.decode(body or b"{}", type=DoctorBody).mib
-    except msgspec.DecodeError as error:
-        raise ApiError("invalid_request", f"the body: {error}") from None
+    mib = decode_body(body, DoctorBody).mib
     if not 1 <= mib <= PROBE_MIB_LIMIT:
         raise ApiError("invalid_request", f"mib must be between 1 and {PROBE_MIB_LIMIT}", "mib")
     return mib << 20
@@ -65,7 +63,7 @@ class Doctor:
         Raises ApiError when another examination is under way. Closing the generator ends this one.
         """
         if self._examination_running:
-            raise ApiError("busy", "a doctor is at work already; it takes two minutes at most")
+            raise ApiError("busy", "a doctor is at work already; it takes about two minutes")
         self._examination_running = True
         try:
             deadline = time.monotonic() + EXAMINATION_LIMIT_S

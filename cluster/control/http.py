@@ -15,7 +15,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -35,6 +35,7 @@ from ..gateway.edge.listen import HeaderLimitProtocol
 from ..gateway.errors import ApiError
 from ..telemetry.targets import scrape_targets
 from . import ray_dashboard
+from .bodies import Body, decode_body
 from .cluster_operations import ClusterOperations, ControlledModel
 from .doctor import parse_probe_size
 from .events import events
@@ -109,15 +110,9 @@ class WhatIfBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: float = 1.0  #: Times as many requests a second as there were.
 
 
-Body = TypeVar("Body", bound=msgspec.Struct)
-
-
 async def _read_body(request: HttpRequest, body_type: type[Body]) -> Body:
     """Decode the body, for which an empty one counts as `{}`. Raises ApiError."""
-    try:
-        return msgspec.json.decode(await sse.read_body(request) or b"{}", type=body_type)
-    except msgspec.DecodeError as error:
-        raise ApiError("invalid_request", f"the body: {error}") from None
+    return decode_body(await sse.read_body(request), body_type)
 
 
 # ---- the application -----------------------------------------------------------------------------

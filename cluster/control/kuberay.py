@@ -99,16 +99,22 @@ class KubeRayPools:
             refusal = rayservice.slots_refusal(present, counts)
             if refusal:
                 raise ScaleError(refusal)
-            response = await client.patch(
-                self._path("rayservices", self._name),
-                params={"fieldManager": rayservice.FIELD_MANAGER, "force": "true"},
-                json=rayservice.scale_patch(present, counts),
-                headers={"content-type": APPLY},
-            )
-            if response.status_code == httpx.codes.CONFLICT:
-                return False
-            _raise_if_refused(response)
-            return True
+            return await self._apply_counts(client, present, counts)
+
+    async def _apply_counts(
+        self, client: httpx.AsyncClient, present: KubernetesObject, counts: dict[str, int]
+    ) -> bool:
+        """Write Control's annotation; return False if `present` is no longer the newest version."""
+        response = await client.patch(
+            self._path("rayservices", self._name),
+            params={"fieldManager": rayservice.FIELD_MANAGER, "force": "true"},
+            json=rayservice.scale_patch(present, counts),
+            headers={"content-type": APPLY},
+        )
+        if response.status_code == httpx.codes.CONFLICT:
+            return False
+        _raise_if_refused(response)
+        return True
 
     async def follow(self, record: Callable[[str, str], None]) -> None:
         """Make Serve and the Ray cluster follow the RayService, until cancelled.
@@ -130,6 +136,9 @@ class KubeRayPools:
             async with self._client() as client:
                 present = await self._get(client, "rayservices", self._name)
                 await self._follow_pods(client, present, record)
+                if rayservice.has_ended_orders(present):
+                    # The next look tries again where somebody else changed the RayService.
+                    await self._apply_counts(client, present, {})
             await self._follow_counts(present, record)
 
     async def _follow_pods(

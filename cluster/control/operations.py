@@ -299,9 +299,9 @@ class Operations:
     ) -> dict[str, Any]:
         """Send each worker its new role by id; an empty role drains it. Raises ApiError.
 
-        No worker gets one if any of them cannot change its role now. If a worker does not answer,
-        those before it have changed all the same. `action` is the name in the feed. The result has
-        the roles `before`, by id.
+        No worker gets one if the state of any of them forbids a change of role. If a worker does
+        not answer, or refuses because it still hands over what it has, those before it have changed
+        all the same. `action` is the name in the feed. The result has the roles `before`, by id.
         """
         for worker in workers:
             if worker["state"] not in ("ready", "draining"):

@@ -3,8 +3,9 @@
 Helm and Control have fields of their own, so that neither takes the other's back. Helm applies the
 chart with the counts of its values, and repeats them in the annotation `VALUES_ANNOTATION`. Control
 applies nothing but the annotation `SCALED_ANNOTATION`: what was ordered, and instead of which count
-of the values. An order holds until the values have another count for that pool. The chart reads
-Control's annotation back, so that `helm upgrade` renders the size that `scale` has given.
+of the values. An order holds until the values have another count for that pool; then Control
+removes the order, so that it does not come back with the count that it was instead of. The chart
+reads Control's annotation back, so that `helm upgrade` renders the size that `scale` has given.
 
 KubeRay hands a changed number of pods of a group to nobody: it leaves `replicas` out when it
 compares a RayService with its Ray cluster. Control carries them over.
@@ -63,11 +64,21 @@ def wanted_counts(rayservice: KubernetesObject) -> dict[str, int]:
     return counts
 
 
+def has_ended_orders(rayservice: KubernetesObject) -> bool:
+    """Return whether an order stands there that the values have ended.
+
+    `scale_patch` without counts removes such orders. Raises ScaleError as `wanted_counts`.
+    """
+    values = _values_counts(rayservice)
+    scaled = _scaled_counts(rayservice)
+    return any(values.get(pool) != order.insteadOf for pool, order in scaled.items())
+
+
 def scale_patch(rayservice: KubernetesObject, counts: dict[str, int]) -> KubernetesObject:
     """Return what Control applies so that the pools in `counts` get these sizes.
 
-    Kubernetes refuses it if `rayservice` is no longer the newest. Raises ScaleError as
-    `wanted_counts`.
+    Orders for other pools stay, but for those that the values have ended. Kubernetes refuses the
+    patch if `rayservice` is no longer the newest. Raises ScaleError as `wanted_counts`.
     """
     values = _values_counts(rayservice)
     scaled = _scaled_counts(rayservice)

@@ -33,7 +33,7 @@ class UnreachedTarget:
     met_share: float  #: of the requests in the goodput window
     requests: int
     reachable_ms: float  #: what 95 % of the latest requests got
-    #: the same as times each request's own target; None: the router does not say
+    #: TTFT only: the same as times each request's own target; None: ITL, or it is not known
     reachable_share: float | None = None
 
 

@@ -22,6 +22,9 @@ from ..applications import (
 
 #: Replica states of Serve in which a replica cannot take requests yet.
 STARTING_STATES = ("STARTING", "UPDATING", "RECOVERING")
+#: Replica states of Serve in which a replica takes requests. A replica whose node drains takes some
+#: until its successor runs.
+RUNNING_STATES = ("RUNNING", "PENDING_MIGRATION")
 #: Deployment states of Serve in which its message says what went wrong.
 FAILED_STATES = ("UNHEALTHY", "DEPLOY_FAILED")
 
@@ -116,17 +119,17 @@ def _observe_deployment(deployment: dict[str, Any] | None) -> PoolObservation:
     ids_by_state: dict[str, list[str]] = {}
     for replica in deployment["replicas"]:
         ids_by_state.setdefault(replica["state"], []).append(replica["replica_id"])
-    starting: list[str] = []
-    for state in STARTING_STATES:
-        starting += ids_by_state.get(state, [])
+
+    def ids_in(states: tuple[str, ...]) -> list[str]:
+        return [replica_id for state in states for replica_id in ids_by_state.get(state, [])]
 
     message = ""
     if deployment["status"] in FAILED_STATES:
         message = _last_line(deployment["message"])
     return PoolObservation(
         target=deployment["target_num_replicas"],
-        running=ids_by_state.get("RUNNING", []),
-        starting=starting,
+        running=ids_in(RUNNING_STATES),
+        starting=ids_in(STARTING_STATES),
         stopping=ids_by_state.get("STOPPING", []),
         message=message,
     )

@@ -40,7 +40,7 @@ LOAD_LIMIT = 8.0
 SETTLE_S = 0.001  #: All simulated workers join at once: the router need not wait for more.
 CURVE_PERCENTILES = tuple(range(0, 101, 5))  #: The points of a curve of latencies.
 MEDIAN_INDEX = CURVE_PERCENTILES.index(50)
-#: A placed request's first attempt, as `Decision.to_plain` in router/decisions.py describes it.
+#: A decision of the router, as `Decision.to_plain` in router/decisions.py describes it.
 DecisionRecord = dict[str, Any]
 
 
@@ -50,7 +50,7 @@ class WhatIfScenario(NamedTuple):
     policy: str  #: A key of `POLICIES`.
     prefill: int  #: Workers of that role.
     decode: int  #: Workers of that role.
-    #: Times as many requests as there were, in the same pattern.
+    #: Times as many requests a second as there were, in the same pattern.
     load: float = 1.0
 
     def refusal(self) -> str | None:
@@ -87,8 +87,11 @@ def simulate_whatif(
     present = WhatIfScenario(
         policy=config.policy, prefill=roles.count("prefill"), decode=roles.count("decode")
     )
-    if present.refusal():
+    if not (present.prefill and present.decode):
         return "the cluster has no prefill or no decode worker now"
+    refusal = present.refusal()
+    if refusal:
+        return f"the cluster as it is now cannot be simulated: {refusal}"
 
     # All simulated workers are of one kind; the first card stands for all.
     hardware = _fit_hardware(served, cards[0])
@@ -185,8 +188,9 @@ def _answers_beside(served: list[DecisionRecord]) -> list[int]:
 
     The request itself counts. An answer's end is predicted from its first token and its gaps.
     """
+    # The time to the first token counts from the arrival.
     ends = [
-        decision["at"] + decision["ttft_s"] + decision["observed"]["tokens"] * decision["itl_s"]
+        _arrival(decision) + decision["ttft_s"] + decision["observed"]["tokens"] * decision["itl_s"]
         for decision in served
     ]
     return [

@@ -7,6 +7,7 @@ this machine has free.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,10 @@ from pathlib import Path
 
 from ...engine.checkpoint_facts import read_facts
 from ...engine.demo import CHECKPOINT
-from ...engine.errors import EngineError
+from ...engine.errors import EngineError, WeightsError
 from ...engine.memory import available_memory, weight_bytes
-from ...engine.spec import ModelSpec, read_spec
-from ...engine.weight_files import find_tensor_files
+from ...engine.spec import ModelSpec, read_json, read_spec
+from ...engine.weight_files import INDEX_FILE, SINGLE_FILE, find_tensor_files
 from ..config import ClusterConfig, ConfigError, PoolConfig
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -50,9 +51,10 @@ def find_checkpoint(config: ClusterConfig) -> Checkpoint:
     if path is None:
         folder = CHECKPOINT
         name = "demo"
-    elif (local_folder := Path(path).expanduser()).is_dir():
+    elif (local_folder := _local_folder(path)) is not None:
         folder = local_folder
-        name = Path(path).name
+        # `.` and `..` have no name of their own. Links keep theirs.
+        name = Path(os.path.abspath(local_folder)).name
     else:
         folder = _download(path)
         name = path
@@ -68,6 +70,20 @@ def find_checkpoint(config: ClusterConfig) -> Checkpoint:
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"tokenizer.json is missing in {folder}: export a fast tokenizer")
     return Checkpoint(folder.resolve(), config.model.name or name, spec)
+
+
+def _local_folder(path: str) -> Path | None:
+    """Return the folder that `path` names on this machine, or None if there is none.
+
+    Raises ConfigError if the system refuses to look.
+    """
+    try:
+        folder = Path(path).expanduser()
+        return folder if folder.is_dir() else None
+    except RuntimeError:  # `~name` of nobody who has an account here
+        raise ConfigError(f"{path} names a home folder that is not known here") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be looked up: {error.strerror}") from None
 
 
 def _download(path: str) -> Path:
@@ -90,9 +106,10 @@ def _download(path: str) -> Path:
 def check_memory(models: Sequence[tuple[ClusterConfig, Checkpoint]]) -> None:
     """Compare what all workers of all models need with the memory that is free on this machine.
 
-    A worker needs the weights, its KV pool and `WORKER_OVERHEAD_MIB`. A worker counts as one
-    process: with `tensor_parallel` above 1 it needs more than is counted. Raises ConfigError if the
-    workers need more than is free. Nothing is checked where the system does not say what is free.
+    A worker needs the weights, its KV pool and `WORKER_OVERHEAD_MIB`. Weights and a pool in a GPU's
+    memory do not count. A worker counts as one process: with `tensor_parallel` above 1 it needs
+    more than is counted. Raises ConfigError if the workers need more than is free. Nothing is
+    checked where the system does not say what is free.
     """
     free_bytes = available_memory()
     if free_bytes is None:  # this system does not say
@@ -116,15 +133,37 @@ def _needed_bytes(config: ClusterConfig, checkpoint: Checkpoint) -> int:
     if checkpoint.spec is not None:
         model_bytes = weight_bytes(checkpoint.spec, config.model.dtype)
     else:
-        files = checkpoint.folder.glob("*.safetensors")
-        model_bytes = sum(file.stat().st_size for file in files)
+        model_bytes = sum(file.stat().st_size for file in _weight_files(checkpoint.folder))
     pools = (config.pools.prefill, config.pools.decode)
     return sum(
-        pool.replicas * (model_bytes + _host_pool_bytes(pool) + (WORKER_OVERHEAD_MIB << 20))
+        pool.replicas * (_host_bytes(pool, model_bytes) + (WORKER_OVERHEAD_MIB << 20))
         for pool in pools
     )
 
 
-def _host_pool_bytes(pool: PoolConfig) -> int:
-    """Return the bytes of host memory that a worker's KV pool takes: none if it is a GPU's."""
-    return 0 if pool.engine.device == "cuda" else pool.engine.kv_bytes or 0
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files with the weights: those of the index, else the single one, else all.
+
+    Some folders have all weights twice, as Mistral's, whose `consolidated.safetensors` no index
+    names.
+    """
+    files = list(folder.glob("*.safetensors"))
+    names = {SINGLE_FILE}
+    if (folder / INDEX_FILE).exists():
+        try:
+            weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        except WeightsError:  # who loads the files says what is wrong with it
+            weight_map = None
+        if isinstance(weight_map, dict):
+            names = set(map(str, weight_map.values()))
+    return [file for file in files if file.name in names] or files
+
+
+def _host_bytes(pool: PoolConfig, model_bytes: int) -> int:
+    """Return the bytes of host memory that a worker's weights and KV pool take.
+
+    They are none if the worker computes on a GPU: a layer is copied there as soon as it is read.
+    """
+    if pool.engine.device == "cuda":
+        return 0
+    return model_bytes + (pool.engine.kv_bytes or 0)

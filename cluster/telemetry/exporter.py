@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from ..config import ObservabilitySettings, host_and_port
@@ -22,6 +24,17 @@ REQUEST_TIMEOUT_S = 5.0  #: Time for a request to arrive and its answer to leave
 HEAD_BYTES_MAX = 16 << 10  #: Limit of a request's line and headers together.
 #: How many ports are tried, from the configured one on: processes on one host share this range.
 PORTS_TRIED = 64
+
+
+def _choose_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """Return what writes a page in the format that the client prefers, and its content type.
+
+    A header that cannot be understood counts as none.
+    """
+    try:
+        return choose_encoder(accept)
+    except (TypeError, ValueError):  # a version that is no number
+        return choose_encoder("")
 
 
 class _Answer(NamedTuple):
@@ -80,7 +93,7 @@ class Exporter:
         `accept` is the request's header of that name; empty: Prometheus' text. Raises what
         `read_rows` raises, and KeyError or AssertionError for a row that is not in the catalogue.
         """
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = _choose_encoder(accept)
         return content_type, encode(self._registry)
 
     def render_with(self, more_rows: list[MetricRow], accept: str = "") -> tuple[str, bytes]:
@@ -88,7 +101,7 @@ class Exporter:
 
         vLLM's names are exported, too, whatever the settings say.
         """
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = _choose_encoder(accept)
         page = MetricsPage(self._labels, lambda: [*self._read_rows(), *more_rows], vllm_names=True)
         return content_type, encode(build_registry(page))
 

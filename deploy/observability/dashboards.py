@@ -62,19 +62,32 @@ def quantiles(metric: str, by: str = "", where: str = OF_MODEL) -> Queries:
     )
 
 
-def rate(metric: str, by: str, where: str = OF_MODEL) -> Queries:
-    """Returns the query for a counter's increase a second, by the labels `by`."""
-    return ((f"sum by ({by}) (rate(diptych_{metric}{{{where}}}[{RATE}]))", _legend(by)),)
+def rate(metric: str, by: str, where: str = OF_MODEL, what: str = "") -> Queries:
+    """Returns the query for a counter's increase a second, by the labels `by`.
+
+    `what` stands behind their values in the legend, here and below: a panel with several queries
+    needs it.
+    """
+    return ((f"sum by ({by}) (rate(diptych_{metric}{{{where}}}[{RATE}]))", _legend(by, what)),)
 
 
-def gauge(metric: str, by: str, where: str = OF_MODEL) -> Queries:
+def gauge(metric: str, by: str, where: str = OF_MODEL, what: str = "") -> Queries:
     """Returns the query for a gauge, summed by the labels `by`."""
-    return ((f"sum by ({by}) (diptych_{metric}{{{where}}})", _legend(by)),)
+    return ((f"sum by ({by}) (diptych_{metric}{{{where}}})", _legend(by, what)),)
 
 
-def _legend(labels: str) -> str:
-    """Grafana's template of the values of labels: "{{pool}} {{role}}" for "pool, role"."""
-    return " ".join(f"{{{{{label}}}}}" for label in labels.split(", "))
+def recorded(name: str, by: str, what: str = "") -> Queries:
+    """Returns the query for a recording rule of rules.yaml, which has the labels `by`."""
+    return ((f"{name}{{{OF_MODEL}}}", _legend(by, what)),)
+
+
+def _legend(labels: str, what: str = "") -> str:
+    """Grafana's template of the values of labels: "{{pool}} {{role}}" for "pool, role".
+
+    `what` is put behind them.
+    """
+    values = [f"{{{{{label}}}}}" for label in labels.split(", ")]
+    return " ".join([*values, what]).rstrip()
 
 
 #: States of KV blocks that no sequence needs: those of all other states are in use.
@@ -89,7 +102,7 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel(
                 "Goodput, 5 min",
                 "percentunit",
-                (("diptych:goodput:ratio5m", "{{slo_class}}"),),
+                recorded("diptych:goodput:ratio5m", "model, slo_class"),
                 "Share of requests that met TTFT and ITL targets, refusals counted as misses.",
                 number=True,
             ),
@@ -101,7 +114,9 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
             ),
             Panel("In flight", "short", gauge("inflight_requests", "model"), number=True),
             Panel(
-                "Goodput by class", "percentunit", (("diptych:goodput:ratio5m", "{{slo_class}}"),)
+                "Goodput by class",
+                "percentunit",
+                recorded("diptych:goodput:ratio5m", "model, slo_class"),
             ),
             Panel(
                 "Requests by the targets they met",
@@ -125,7 +140,11 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
                 quantiles("request_first_gap_seconds"),
                 "Where the transfer would show.",
             ),
-            Panel("Error budget burn, 1 h", "short", (("diptych:slo:burn1h", "{{slo_class}}"),)),
+            Panel(
+                "Error budget burn, 1 h",
+                "short",
+                recorded("diptych:slo:burn1h", "model, slo_class"),
+            ),
             Panel(
                 "Goodput by tenant",
                 "reqps",
@@ -134,7 +153,8 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel(
                 "Retries and hand-overs",
                 "reqps",
-                rate("request_retries_total", "model") + rate("request_handovers_total", "model"),
+                rate("request_retries_total", "model", what="retries")
+                + rate("request_handovers_total", "model", what="hand-overs"),
             ),
         ],
     ),
@@ -155,8 +175,8 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
                 "percentunit",
                 (
                     (
-                        f'sum by (pool, replica) (diptych_kv_blocks{{state!~"{HELD}"}})'
-                        " / sum by (pool, replica) (diptych_kv_blocks)",
+                        f'sum by (pool, replica) (diptych_kv_blocks{{state!~"{HELD}", {OF_MODEL}}})'
+                        f" / sum by (pool, replica) (diptych_kv_blocks{{{OF_MODEL}}})",
                         "{{pool}} {{replica}}",
                     ),
                 ),
@@ -176,7 +196,7 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel(
                 "Transport that ran",
                 "short",
-                (("sum by (transport) (diptych_kv_peer_transport)", "{{transport}}"),),
+                gauge("kv_peer_transport", "transport"),
                 "Pairs of workers. `nixl (tcp)`: UCX fell back to TCP.",
             ),
             Panel("Transfer, write under way", "s", quantiles("kv_transfer_duration_seconds")),
@@ -192,7 +212,7 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel(
                 "Quarantined and orphaned blocks",
                 "short",
-                gauge("kv_blocks", "state, replica", 'state=~"quarantined|orphaned"'),
+                gauge("kv_blocks", "state, replica", f'state=~"quarantined|orphaned", {OF_MODEL}'),
                 "Should be 0; quarantined ones wait for a peer that may still write.",
             ),
             Panel(
@@ -211,7 +231,8 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel(
                 "Waiting requests",
                 "short",
-                gauge("queue_depth", "model") + gauge("queue_late", "model"),
+                gauge("queue_depth", "model", what="all")
+                + gauge("queue_late", "model", what="late"),
                 "All, and those that cannot be in time any more.",
             ),
             Panel("Wait for a worker", "s", quantiles("queue_wait_seconds")),
@@ -219,7 +240,7 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
             Panel(
                 "Prefix hits",
                 "percentunit",
-                (("diptych:prefix_hit:ratio5m", "of prompt tokens"),),
+                recorded("diptych:prefix_hit:ratio5m", "model", "of prompt tokens"),
             ),
             Panel(
                 "First token later than predicted",

@@ -314,7 +314,15 @@ def test_without_a_cluster_the_host_itself_is_judged() -> None:
 
 def test_the_size_of_a_probe_is_bounded() -> None:
     assert parse_probe_size(b"") == 64 << 20 and parse_probe_size(b'{"mib": 2}') == 2 << 20
-    for body in (b'{"mib": 0}', b'{"mib": 4096}', b'{"size": 1}', b"[]", b"{"):
+    for body in (
+        b'{"mib": 0}',
+        b'{"mib": 4096}',
+        b'{"size": 1}',
+        b"[]",
+        b"{",
+        b'{"mib": "\xff"}',
+        b"[" * 9999,
+    ):
         with pytest.raises(ApiError):
             parse_probe_size(body)
 

@@ -219,6 +219,17 @@ def test_the_main_port_s_page_is_whole_without_router_and_workers() -> None:
     assert "vllm:num_requests_running" in page and "vllm:kv_cache_usage_perc" in page
 
 
+@pytest.mark.parametrize(
+    "accept",
+    ['application/openmetrics-text;version="1.0.0"', "text/plain;version=x"],
+)
+def test_a_format_that_cannot_be_understood_gets_the_usual_page(accept: str) -> None:
+    exporter = Exporter(ObservabilitySettings(), BASE, lambda: gateway().rows(0, 0, 0))
+    for content_type, page in (exporter.render(accept), exporter.render_with([], accept)):
+        assert content_type == exporter.render()[0]
+        assert b"diptych_request_ttft_seconds_count{" in page
+
+
 def test_a_gateway_asks_the_cluster_once_for_scrapes_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,24 @@ def test_queries_parse_and_ask_for_series_that_exist(where: str, query: str) -> 
         assert grouped <= known, f"{where}: no label {grouped - known}"
 
 
+@pytest.mark.parametrize(("where", "query"), list(panels()))
+def test_a_panel_shows_only_the_models_that_are_chosen(where: str, query: str) -> None:
+    for one in selectors(promql.parse(query.replace("$__rate_interval", "5m"))):
+        matchers = {(matcher.name, matcher.value) for matcher in one.matchers.matchers}
+        assert ("model", "$model") in matchers, f"{where}: {one.name} is of all models"
+
+
+def test_the_curves_of_a_panel_can_be_told_apart() -> None:
+    for path in dashboards.FOLDER.glob("*.json"):
+        for panel in json.loads(path.read_text())["panels"]:
+            legends = [target["legendFormat"] for target in panel["targets"]]
+            assert len(set(legends)) == len(legends), f"{path.stem}: {panel['title']}: {legends}"
+            for target in panel["targets"]:
+                # A recorded share is of one model, so it has a curve for each.
+                if any(name in target["expr"] for name in RECORDED):
+                    assert "{{model}}" in target["legendFormat"], panel["title"]
+
+
 def test_a_query_for_what_does_not_exist_would_be_seen() -> None:
     with pytest.raises(AssertionError, match="no metric"):
         test_queries_parse_and_ask_for_series_that_exist("x", "rate(diptych_request_total[5m])")

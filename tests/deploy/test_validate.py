@@ -47,6 +47,52 @@ def test_a_wrong_structure_is_reported_without_crds_too() -> None:
     assert "structure is wrong" in problem and "rayClusterConfig" in problem
 
 
+def test_a_head_needs_no_start_options_beside_its_redis() -> None:
+    documents = list(yaml.load_all(FILES[0].read_text(), Loader=yaml.CSafeLoader))
+    cluster = manifests.ray_cluster(service(documents))
+    cluster["gcsFaultToleranceOptions"] = {"redisAddress": "redis:6379"}
+    del cluster["headGroupSpec"]["rayStartParams"]
+    assert validate.problems(dump(documents), FOLDER) == []
+    cluster["headGroupSpec"]["rayStartParams"] = {"redis-password": "x"}
+    assert "redis-password" in str(validate.problems(dump(documents), FOLDER))
+
+
+#: The path of a field of a RayService that its CRD lets be as it is here, or missing (None), and
+#: what is said of it.
+ALLOWED: list[tuple[str, Any, str]] = [
+    ("spec.serveConfigV2", None, "serveConfigV2 is missing"),
+    ("WORKERS.resources", {"decode": "two"}, "'two' of decode is no quantity"),
+    ("WORKERS.replicas", None, "not 0 <= minReplicas"),
+    ("WORKERS.template.metadata", None, "does not pick every pod"),
+    ("CONTAINER.env", None, "is of another Secret"),
+    ("CONTAINER.resources", None, ""),
+    ("CONTAINER.resources.requests", None, ""),
+    ("CONTAINER.resources.limits", None, ""),
+    ("CONTAINER.ports.0.name", None, "port"),
+]
+
+
+@needs_crds
+@pytest.mark.parametrize(
+    ("path", "value", "expected"), ALLOWED, ids=lambda part: str(part).replace(" ", "-")
+)
+def test_what_the_schemas_allow_is_a_sentence_or_right(
+    path: str, value: object, expected: str
+) -> None:
+    documents = list(yaml.load_all(FILES[0].read_text(), Loader=yaml.CSafeLoader))
+    path = path.replace("CONTAINER", "WORKERS.template.spec.containers.0")
+    path = path.replace("WORKERS", "spec.rayClusterConfig.workerGroupSpecs.0")
+    *steps, field = path.split(".")
+    place: Any = service(documents)
+    for step in steps:
+        place = place[int(step) if isinstance(place, list) else step]
+    if value is None:
+        del place[field]
+    else:
+        place[field] = value
+    assert expected in "\n".join(validate.problems(dump(documents), FOLDER))
+
+
 # ---- mutations -------------------------------------------------------------------------------
 
 

@@ -117,6 +117,19 @@ def test_replicas_are_sorted_by_what_serve_says_of_them() -> None:
     assert pool_observations({"applications": {}}, MODEL)["decode"] == (0, [], [], [], "")
 
 
+def test_a_replica_on_a_draining_node_serves_until_its_successor_runs() -> None:
+    replicas = [
+        {"replica_id": "r0", "state": "RUNNING"},
+        {"replica_id": "r1", "state": "PENDING_MIGRATION"},
+        {"replica_id": "r2", "state": "STARTING"},
+    ]
+    worker = {"replicas": replicas, "target_num_replicas": 2, "status": "UPDATING", "message": ""}
+    seen = pool_observations(
+        {"applications": {MODEL: {"deployments": {"DecodeWorker": worker}}}}, MODEL
+    )
+    assert seen["decode"] == (2, ["r0", "r1"], ["r2"], [], "")
+
+
 # ---- KubeRay -------------------------------------------------------------------------------------
 
 
@@ -287,6 +300,37 @@ def test_another_count_in_the_values_ends_the_order(
     asyncio.run(pools.resize({"prefill": 2}))
     orders = json.loads(kubernetes.annotations[SCALED_ANNOTATION])
     assert set(orders) == {"prefill"}, "the order that has ended is forgotten"
+
+
+def test_an_order_that_has_ended_does_not_come_back_with_the_old_values(
+    kubernetes: Kubernetes, serve: FakeServe, pools: KubeRayPools
+) -> None:
+    asyncio.run(pools.resize({"prefill": 2, "decode": 5}))
+    kubernetes.annotations[VALUES_ANNOTATION] = json.dumps({"prefill": 1, "decode": 3})
+    follow(pools)
+    assert serve.targets == {"prefill": 2, "decode": 3}
+    orders = json.loads(kubernetes.annotations[SCALED_ANNOTATION])
+    assert orders == {"prefill": {"replicas": 2, "insteadOf": 1}}, "orders in force stay"
+
+    kubernetes.annotations[VALUES_ANNOTATION] = json.dumps({"prefill": 1, "decode": 2})
+    follow(pools)
+    assert serve.targets == {"prefill": 2, "decode": 2}
+    kubernetes.requests.clear()
+    follow(pools)
+    assert {verb for verb, _, _ in kubernetes.requests} == {"GET"}, "nothing is left to forget"
+
+
+def test_an_ended_order_is_forgotten_at_a_later_look_if_others_change_the_rayservice(
+    kubernetes: Kubernetes, serve: FakeServe, pools: KubeRayPools
+) -> None:
+    asyncio.run(pools.resize({"decode": 5}))
+    kubernetes.annotations[VALUES_ANNOTATION] = json.dumps({"prefill": 1, "decode": 3})
+    kubernetes.conflicts = 1
+    follow(pools)
+    assert serve.targets["decode"] == 3, "the counts are followed all the same"
+    assert json.loads(kubernetes.annotations[SCALED_ANNOTATION])
+    follow(pools)
+    assert json.loads(kubernetes.annotations[SCALED_ANNOTATION]) == {}
 
 
 def test_a_look_does_not_take_back_an_order_that_comes_meanwhile(

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diptych.cluster.control.whatif import MIN_REQUESTS, WhatIfScenario, simulate_whatif
+from diptych.cluster.control.whatif import (
+    MIN_REQUESTS,
+    WhatIfScenario,
+    _answers_beside,
+    simulate_whatif,
+)
 from diptych.protos.frames import WorkerCard
 from diptych.router import RouterConfig
 from diptych.router.decisions import Decision
@@ -96,6 +101,25 @@ def test_only_whole_first_attempts_count() -> None:
     )
     assert "no prefill" in str(
         simulate_whatif(WhatIfScenario("diptych", 1, 1), every(1.0), CARDS[1:], CONFIG)
+    )
+
+
+def test_the_time_in_the_queue_is_no_time_of_decode() -> None:
+    """The prediction of the first token counts from the arrival, so it contains the wait."""
+    seen = [decision(n, 10.0 + n, 100, waited_s=5.0, ttft_s=5.1) for n in range(2)]
+    for one in seen:
+        one["observed"]["tokens"] = 1
+    assert _answers_beside(seen) == [1, 1], "the first answer ends 0.11 s after it is placed"
+    seen[1]["at"] = 10.1
+    assert _answers_beside(seen) == [1, 2]
+
+
+def test_a_cluster_that_is_too_large_to_simulate_is_said_to_be() -> None:
+    many = [card("prefill", n) for n in range(40)] + [card("decode", n) for n in range(25)]
+    said = simulate_whatif(WhatIfScenario("diptych", 1, 1), every(1.0), many, CONFIG)
+    assert (
+        said
+        == "the cluster as it is now cannot be simulated: prefill and decode: 64 workers at most"
     )
 
 

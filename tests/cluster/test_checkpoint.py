@@ -1,0 +1,133 @@
+"""Which folder is the model's and what it is called, and the memory that its workers need."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diptych.cluster.config import ClusterConfig, ConfigError
+from diptych.cluster.launch.checkpoint import Checkpoint, check_memory, find_checkpoint
+from diptych.engine.demo import CHECKPOINT
+from diptych.engine.memory import weight_bytes
+
+MIB = 1 << 20
+
+
+def config_of(path: str, **sections: Any) -> ClusterConfig:
+    return ClusterConfig.model_validate({"model": {"path": path}, **sections})
+
+
+# ---- the folder and the name -----------------------------------------------------------------
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    """A folder of a checkpoint, with a folder in it."""
+    folder = tmp_path / "qwen"
+    folder.mkdir()
+    for file in CHECKPOINT.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "inner").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("working_folder", "path"),
+    [("qwen", "."), ("qwen", "./"), ("qwen/inner", ".."), (".", "qwen"), (".", "qwen/")],
+)
+def test_the_model_is_called_as_its_folder_however_the_path_names_it(
+    qwen: Path, monkeypatch: pytest.MonkeyPatch, working_folder: str, path: str
+) -> None:
+    monkeypatch.chdir(qwen.parent / working_folder)
+    checkpoint = find_checkpoint(config_of(path))
+    assert (checkpoint.name, checkpoint.folder) == ("qwen", qwen)
+
+
+def test_a_link_to_a_folder_gives_its_own_name(qwen: Path) -> None:
+    link = qwen.parent / "qwen3"
+    link.symlink_to(qwen)
+    assert find_checkpoint(config_of(str(link))).name == "qwen3"
+
+
+def test_the_home_folder_has_a_name(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(qwen))
+    assert find_checkpoint(config_of("~")).name == "qwen"
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/m", "m" * 300, "/tmp/" + "m" * 300])
+def test_a_path_that_the_system_refuses_is_a_sentence(path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_checkpoint(config_of(path))
+    assert "\n" not in str(caught.value) and path in str(caught.value)
+
+
+# ---- memory ----------------------------------------------------------------------------------
+
+
+def needed_mib(config: ClusterConfig, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return the MiB that the check says all workers need, 400 for each process included."""
+    monkeypatch.setattr("diptych.cluster.launch.checkpoint.available_memory", lambda: 0)
+    with pytest.raises(ConfigError) as caught:
+        check_memory([(config, Checkpoint(folder, "m", spec=None))])
+    return int(str(caught.value).partition("need about ")[2].partition(" ")[0])
+
+
+VLLM = {
+    "engine": {"kind": "vllm"},
+    "pools": {"prefill": {"replicas": 1}, "decode": {"replicas": 1}},
+}
+
+
+def write_weights(folder: Path, *names: str) -> None:
+    for name in names:
+        with (folder / name).open("wb") as file:
+            file.truncate(100 * MIB)
+
+
+def test_only_the_files_of_the_index_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mistral's folders have all weights twice: in the files of the index, and in one more."""
+    config = config_of(str(tmp_path), **VLLM)
+    without_weights = needed_mib(config, tmp_path, monkeypatch)
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+    write_weights(tmp_path, *shards, "consolidated.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}}))
+    assert needed_mib(config, tmp_path, monkeypatch) == without_weights + 2 * 200
+    index.write_text("{")  # vLLM says what is wrong with it
+    assert needed_mib(config, tmp_path, monkeypatch) == without_weights + 2 * 300
+
+
+def test_only_the_single_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(str(tmp_path), **VLLM)
+    without_weights = needed_mib(config, tmp_path, monkeypatch)
+    write_weights(tmp_path, "consolidated.safetensors")
+    assert needed_mib(config, tmp_path, monkeypatch) == without_weights + 2 * 100
+    write_weights(tmp_path, "model.safetensors")
+    assert needed_mib(config, tmp_path, monkeypatch) == without_weights + 2 * 100
+
+
+def test_weights_that_end_up_in_a_gpu_take_no_memory_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They pass through the host one layer at a time."""
+    on_gpus = {"engine": {"device": "cuda"}}
+    nixl = {"transport": "nixl"}
+    gpus = config_of(
+        str(CHECKPOINT), pools={"prefill": on_gpus, "decode": on_gpus}, kv_transfer=nixl
+    )
+    mixed = config_of(str(CHECKPOINT), pools={"prefill": on_gpus, "decode": {}}, kv_transfer=nixl)
+    checkpoint = find_checkpoint(config_of(str(CHECKPOINT)))
+    assert checkpoint.spec is not None
+    overhead = 2 * 400 * MIB
+    monkeypatch.setattr("diptych.cluster.launch.checkpoint.available_memory", lambda: overhead)
+    check_memory([(gpus, checkpoint)])
+    on_host = weight_bytes(checkpoint.spec, mixed.model.dtype)
+    on_host += mixed.pools.decode.engine.kv_bytes or 0
+    limit = overhead + on_host
+    monkeypatch.setattr("diptych.cluster.launch.checkpoint.available_memory", lambda: limit)
+    check_memory([(mixed, checkpoint)])
+    monkeypatch.setattr("diptych.cluster.launch.checkpoint.available_memory", lambda: limit - 1)
+    with pytest.raises(ConfigError, match="2 workers need"):
+        check_memory([(mixed, checkpoint)])

@@ -578,6 +578,9 @@ class AnswerTaken(msgspec.Struct, tag="taken", frozen=True):
     #: The answers are to be generated even while no client is connected; the gateway that takes
     #: them then generates them in that way.
     goes_on: bool = False
+    #: A part of the ids of the answers' calls of tools, which the client has already; empty: it
+    #: comes from an older gateway, which does not send it.
+    tool_call_suffix: str = ""
 
 
 class KeyUse(msgspec.Struct, frozen=True, array_like=True):

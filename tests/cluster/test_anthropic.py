@@ -9,7 +9,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 from anthropic import Anthropic, BadRequestError, beta_tool
-from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest
+from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest, _tool_input
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.text.tokenizer import TokenizedPrompt
@@ -237,6 +237,13 @@ def test_arguments_that_are_no_json_are_not_taken_for_the_tool_s(
         claude.messages.stream(**fields) as stream,
     ):
         list(stream)
+
+
+def test_a_call_without_arguments_has_no_input() -> None:
+    """A model may write the function's name and nothing more, as Mistral's do."""
+    for is_cut in (False, True):
+        assert _tool_input("", is_cut=is_cut) == _tool_input("\n", is_cut=is_cut) == {}
+    assert _tool_input("x", is_cut=False) == {"INVALID_JSON": "x"}
 
 
 def test_tools_count_as_tokens(claude: Anthropic) -> None:

@@ -339,6 +339,56 @@ def test_anthropic_s_thinking_is_accepted_of_models_that_do_not_think(
             ask(reading=Reading.STRICT, thinking=mode).as_chat(plain)
 
 
+def test_a_call_has_the_same_id_for_a_client_that_comes_back(text: ChatTokenizer) -> None:
+    asked = chat(tools=TOOLS)
+    body = {"tools": [{"name": "weather", "input_schema": {}}]}
+    anthropic = ask(**body).as_chat(text)
+    first = Request("r", [1, 2], [], f.Sampling(9))
+    second = Request("r", [1, 2], [], f.Sampling(9))
+    other = Request("r", [1, 2], [], f.Sampling(9))
+    second.adopt(first)
+
+    def call_ids(request: Request) -> tuple[str, str]:
+        prompt = TokenizedPrompt([1, 2], "")
+        deltas = [TextDelta(0, CALL, [], finish_reason="stop")]
+        whole = ChatShape(asked, request, text, "m", prompt).whole(deltas, 9)
+        message = MessageShape(anthropic, request, text, "m", prompt, 64).whole(deltas, 9)
+        (call,) = whole["choices"][0]["message"]["tool_calls"]
+        return call["id"], message["content"][-1]["id"]
+
+    assert call_ids(first) == call_ids(second)
+    assert not set(call_ids(first)) & set(call_ids(other))
+
+
+def test_errors_about_messages_name_what_the_client_sent(text: ChatTokenizer) -> None:
+    """Not the chat's fields, nor the places of its messages: `system` is one of these."""
+    with pytest.raises(ApiError, match=r"^stop_sequences: ") as error:
+        ask(stop_sequences=["x"] * 17)
+    assert error.value.param == "stop_sequences"
+    call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+    with pytest.raises(ApiError, match=r"^messages\.0: .*the assistant's"):
+        ask(messages=[{"role": "user", "content": [call]}], system="Be brief.").as_chat(text)
+    turns = [{"role": "user", "content": "hi"}] * 1000
+    assert len(ask(messages=turns).as_chat(text).messages) == 1000
+    with pytest.raises(ApiError, match=r"^messages: with system .* are 1001 .* limit is 1000"):
+        ask(messages=turns, system="Be brief.").as_chat(text)
+    with pytest.raises(ApiError, match=r"^top_p: .*greater than 0"):
+        ask(top_p=0)
+
+
+def test_anthropic_s_older_name_of_a_format_is_read(text: ChatTokenizer) -> None:
+    older = {"type": "json_schema", "schema": {"type": "object"}}
+    newer = {"type": "json_schema", "schema": {"type": "array"}}
+    for fields, schema in (
+        ({"output_format": older}, {"type": "object"}),
+        ({"output_format": older, "output_config": {"format": newer}}, {"type": "array"}),
+        ({"output_format": older, "output_config": {"format": None}}, {"type": "object"}),
+    ):
+        response_format = ask(**fields).as_chat(text).response_format
+        assert response_format and response_format.json_schema
+        assert response_format.json_schema.content == schema
+
+
 def test_reasoning_that_only_anthropic_can_read_is_left_out(text: ChatTokenizer) -> None:
     blocks = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "well"}]
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": blocks}]

@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from diptych.cluster.cli.serve import serve
 from diptych.cluster.config import ClusterConfig, ConfigError, ModelSettings
-from diptych.cluster.gateway.apis.chat import ChatRequest
+from diptych.cluster.gateway.apis.chat import ChatRequest, effort_arguments
 from diptych.cluster.gateway.apis.chat_shape import ChatShape
 from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest
+from diptych.cluster.gateway.apis.parameters import ID_MAX
 from diptych.cluster.gateway.apis.schema import Reading, parse_body
 from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.errors import ApiError
@@ -162,6 +164,71 @@ def test_the_budget_of_thinking_goes_to_the_engine(tmp_path: Path) -> None:
     }
     body = parse_body(MessagesRequest, json.dumps(messages).encode(), Reading.STRICT)
     assert body.as_chat(made).thinking_token_budget == 5
+
+
+def messages_body(reading: Reading = Reading.LENIENT, **fields: Any) -> MessagesRequest:
+    """What `/v1/messages` reads of a user's short message and these fields."""
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    return parse_body(MessagesRequest, json.dumps({**body, **fields}).encode(), reading)
+
+
+def test_a_budget_of_thinking_has_no_more_than_32_bits(tmp_path: Path) -> None:
+    """Frames carry it to the workers, and hold no integer of any size."""
+    made = model(tmp_path, "{{ messages[0].content }}<think>", "<think>", "</think>")
+    assert chat(thinking_token_budget=ID_MAX).thinking_token_budget == ID_MAX
+    for budget in (ID_MAX + 1, 10**20):
+        with pytest.raises(ApiError, match=r"^thinking_token_budget: "):
+            chat(thinking_token_budget=budget)
+        body = messages_body(thinking={"type": "enabled", "budget_tokens": budget})
+        assert body.as_chat(made).thinking_token_budget == ID_MAX
+        assert msgspec.msgpack.encode(body.as_chat(made).sampling(made, "r", 1, LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("variables", "switch"),
+    [
+        ("{{ enable_thinking }}", "enable_thinking"),
+        ("{{ thinking }}", "thinking"),
+        ("{{ thinking }}{{ enable_thinking }}", "enable_thinking"),
+    ],
+)
+def test_thinking_is_switched_by_the_variable_that_the_template_has(
+    tmp_path: Path, variables: str, switch: str
+) -> None:
+    """DeepSeek V3.1's and Granite 3.2's templates call it `thinking`."""
+    made = model(tmp_path, f"{variables}<think></think>", "<think>", "</think>")
+    for fields, is_on in (
+        ({}, False),
+        ({"thinking": {"type": "disabled"}}, False),
+        ({"thinking": {"type": "adaptive"}}, True),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, True),
+    ):
+        asked = messages_body(**fields).as_chat(made)
+        assert asked.chat_template_kwargs == {switch: is_on}
+        assert asked.ignored_fields.headers() == {}
+    assert effort_arguments("none", made) == {switch: False}
+    assert effort_arguments("low", made) == {}
+
+
+def test_thinking_that_cannot_be_turned_off_is_named(tmp_path: Path) -> None:
+    made = model(tmp_path, "{{ messages[0].content }}<think>", "<think>", "</think>")
+    off = {"type": "disabled"}
+    asked = messages_body(thinking=off).as_chat(made)
+    assert asked.ignored_fields.headers() == {"x-ignored-fields": "thinking"}
+    with pytest.raises(ApiError, match="no variable that turns it off"):
+        messages_body(Reading.STRICT, thinking=off).as_chat(made)
+    assert messages_body().as_chat(made).ignored_fields.headers() == {}
+    thinking = messages_body(Reading.STRICT, thinking={"type": "adaptive"}).as_chat(made)
+    assert thinking.ignored_fields.headers() == {}, "the model thinks by itself"
+
+
+def test_a_budget_that_is_not_there_is_not_named_as_ignored(tmp_path: Path) -> None:
+    made = model(tmp_path, "{{ messages[0].content }}<think>", "<think>", "</think>")
+    without_budget = {"type": "enabled"}
+    asked = messages_body(thinking=without_budget).as_chat(made)
+    assert asked.ignored_fields.headers() == {} and asked.thinking_token_budget is None
+    with pytest.raises(ApiError, match=r"^thinking\.budget_tokens is missing$"):
+        messages_body(Reading.STRICT, thinking=without_budget).as_chat(made)
 
 
 def test_settings_name_formats(tmp_path: Path) -> None:

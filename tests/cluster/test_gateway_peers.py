@@ -110,6 +110,13 @@ def store(gateway: StandIn, headers: dict[str, str], **fields: Any) -> dict[str,
     return answer.json()
 
 
+class Frozen:
+    """What a gateway keeps that answers no other one."""
+
+    def find_response(self, frame: f.FindResponse) -> f.ResponseFound:
+        return f.ResponseFound(-1)  # of no call
+
+
 def test_a_response_is_found_from_any_gateway(pair: Pair) -> None:
     acme, _ = pair.keys
     first = store(pair.here, acme)
@@ -145,6 +152,28 @@ def test_a_response_is_deleted_from_any_gateway(pair: Pair) -> None:
         assert httpx.delete(gateway.url + url, headers=acme).status_code == 404
 
 
+def test_a_response_that_two_gateways_have_is_deleted_at_both(pair: Pair) -> None:
+    """A client used its own id twice, and reached another gateway the second time."""
+    headers = {**pair.keys[0], "x-request-id": "at-both"}
+    url = f"{RESPONSES}/at-both"
+    for gateway in (pair.here, pair.there):
+        assert store(gateway, headers)["id"] == "at-both"
+    assert httpx.delete(pair.here.url + url, headers=pair.keys[0]).status_code == 200
+    for gateway in (pair.here, pair.there):
+        assert httpx.get(gateway.url + url, headers=pair.keys[0]).status_code == 404
+
+
+def test_a_silent_gateway_does_not_keep_a_response_from_being_deleted_here(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acme, _ = pair.keys
+    url = f"{pair.here.url}{RESPONSES}/{store(pair.here, acme)['id']}"
+    monkeypatch.setattr(peers_module, "CALL_LIMIT_S", 0.05)
+    monkeypatch.setattr(pair.there.gateway.peers, "_kept", Frozen())
+    assert httpx.delete(url, headers=acme).json()["deleted"] is True
+    assert httpx.delete(url, headers=acme).status_code == 503
+
+
 def test_no_tenant_reaches_anothers_response_through_another_gateway(pair: Pair) -> None:
     acme, other = pair.keys
     stored = store(pair.here, acme)
@@ -175,11 +204,6 @@ def test_a_gateway_that_does_not_answer_is_no_404(
     acme, _ = pair.keys
     stored = store(pair.here, acme)
     monkeypatch.setattr(peers_module, "CALL_LIMIT_S", 0.05)
-
-    class Frozen:
-        def find_response(self, frame: f.FindResponse) -> f.ResponseFound:
-            return f.ResponseFound(-1)  # of no call
-
     monkeypatch.setattr(pair.here.gateway.peers, "_kept", Frozen())
     answer = httpx.get(f"{pair.there.url}{RESPONSES}/{stored['id']}", headers=acme)
     assert answer.status_code == 503 and answer.headers["retry-after"]

@@ -13,10 +13,11 @@ import hypothesis
 import pytest
 import schemathesis
 from diptych.cluster.gateway.apis.known_fields import Treatment, known_fields_of
+from diptych.cluster.gateway.apis.messages import anthropic_error_body
 from diptych.cluster.gateway.apis.openapi import POST_OPERATIONS, openapi_document
 from diptych.cluster.gateway.apis.schema import Reading
 from diptych.cluster.gateway.edge import http
-from diptych.cluster.gateway.errors import ERROR_KINDS
+from diptych.cluster.gateway.errors import ERROR_KINDS, ApiError
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
@@ -97,6 +98,18 @@ def test_the_document_says_what_becomes_of_fields_that_other_servers_have(readin
                 assert whole.is_valid({**body, name: value}) == expected, (path, name, value)
             expected = is_lenient and field.treatment is Treatment.IGNORED
             assert whole.is_valid({**body, name: {"odd": 1}}) == expected, (path, name)
+
+
+def test_the_error_of_a_thread_is_one_of_the_document(gateway: StandIn) -> None:
+    """It has details, by which Anthropic's SDK sends the whole conversation."""
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "thread": {}}
+    refused = httpx.post(f"{gateway.url}/v1/messages", json=body).json()
+    assert refused["error"]["details"]
+    reference = {"$ref": "#/components/schemas/AnthropicError"}
+    document = openapi_document()
+    Draft202012Validator({**reference, "components": document["components"]}).validate(refused)
+    draining = anthropic_error_body(ApiError("draining", "it ends"), "r")
+    assert draining["error"]["type"] == "overloaded_error"
 
 
 def examine(gateway: StandIn, seed: int, examples: int) -> Counter[int]:

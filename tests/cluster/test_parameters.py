@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest
+from diptych.cluster.gateway.apis.completions import CompletionRequest
 from diptych.cluster.gateway.apis.parameters import (
     ModelLimits,
     check_known_ids,
@@ -36,6 +37,72 @@ def test_a_token_that_only_the_tokenizer_knows_is_refused_by_its_name() -> None:
 
 def body(**fields: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": 7}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "odd", "function": {"name": "f"}}}, "tool_choice.type"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "odd"}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        ({"guided_json": 7}, "guided_json"),
+        ({"structured_outputs": {"json": 7}}, "structured_outputs.json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": {"structures": [{"schema": 7}]}}},
+            "structured_outputs.structural_tag.structures.0.begin",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "structures": [{"begin": "a", "schema": 7}],
+                }
+            },
+            "response_format.structures.0.schema",
+        ),
+    ],
+)
+def test_errors_name_fields_of_the_body_not_the_kinds_of_their_values(
+    fields: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_body(ChatRequest, body(**fields))
+    assert refused.value.param == path and refused.value.message.startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "path"),
+    [
+        (7, "prompt"),
+        ([], "prompt"),
+        ([1, "x"], "prompt.1"),
+        (["a", 1], "prompt.1"),
+        ([[1], ["x"]], "prompt.1.0"),
+        ([[]], "prompt.0"),
+        ({"text": "a"}, "prompt"),
+        ([-1], "prompt.0"),
+        ([{}], "prompt.0"),
+    ],
+)
+def test_errors_name_the_prompt_that_is_wrong(prompt: Any, path: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_body(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+    assert refused.value.param == path and refused.value.message.startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("prompt", ["a", [1, 2], ["a", "b"], [[1], [2, 3]]])
+def test_a_prompt_is_a_text_or_ids_or_several_of_either(prompt: Any) -> None:
+    parsed = parse_body(CompletionRequest, json.dumps({"prompt": prompt}).encode())
+    assert parsed.prompt == prompt
 
 
 def sampled(

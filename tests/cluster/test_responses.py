@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,7 +15,7 @@ import openai
 import pytest
 from diptych.cluster.gateway.apis.api import ApiCall, CallAnswers, EventEncoder
 from diptych.cluster.gateway.apis.response_finder import SENT_BYTES_MAX, answer_peer
-from diptych.cluster.gateway.apis.response_items import InputItem, chat_messages
+from diptych.cluster.gateway.apis.response_items import InputItem, chat_messages, user_message
 from diptych.cluster.gateway.apis.response_shape import ResponseShape, _TextTokens
 from diptych.cluster.gateway.apis.response_store import ResponseStore, Turn, check_conversation
 from diptych.cluster.gateway.apis.response_tools import custom_arguments, custom_input
@@ -262,6 +263,7 @@ def test_a_call_whose_arguments_are_no_json_stays_a_part_of_the_conversation(
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.0.output"),
         ({"input": [7]}, "input.0: an item is an object"),
         ({"input": []}, "at least 1 item"), ({"input": 7}, "valid string"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format: "),
     ],
 )  # fmt: skip
 def test_what_is_not_offered_is_refused_by_its_name(
@@ -489,6 +491,27 @@ def test_tokens_are_those_of_the_text_between_what_the_parser_takes_away(gateway
     assert found.take("") == [] and found.take("gone") == []
 
 
+@pytest.mark.parametrize(
+    ("pieces", "parts", "expected"),
+    [
+        (["</think>", "hi"], ["hi"], [[1]]),
+        (["<think>", " the", " he"], ["he"], [[2]]),
+        (["a", "b"], ["gone", "b"], [[], [1]]),
+        (["<x", ">hi"], ["hi"], [[1]]),
+        ([" first <", "phase"], [" first", " <phase"], [[0], [1]]),
+        (["hi", "hi"], ["hi", "hi"], [[0], [1]]),
+        (["\n\nhi", "</think>", "\n", "hi"], ["hi", "hi"], [[0], [3]]),
+    ],
+)
+def test_a_token_is_found_where_it_begins_not_inside_another_one(
+    pieces: list[str], parts: list[str], expected: list[list[int]]
+) -> None:
+    tokenizer: Any = SimpleNamespace(token_bytes=lambda token_id: pieces[token_id].encode())
+    found = _TextTokens(tokenizer)
+    found.add([frames.Token(token_id) for token_id in range(len(pieces))])
+    assert [[token.id for token in found.take(part)] for part in parts] == expected
+
+
 def test_what_cannot_be_included_is_named(gateway: StandIn) -> None:
     fields = {"include": ["reasoning.encrypted_content", "mesage"], "truncation": "disabled"}
     answer = httpx.post(gateway.url + PATH, json={"input": QUESTION, **fields})
@@ -521,6 +544,36 @@ def test_truncation_leaves_out_the_oldest_items_and_no_more(gateway: StandIn) ->
     assert whole(gateway, truncation="auto")["output"][0]["content"][0]["text"] == ANSWER
     long_text = "what is prefill? " * limit
     assert "context is" in refused(gateway, input=long_text, truncation="auto")
+
+
+def test_an_answer_that_no_context_holds_leaves_the_conversation_as_it_is(
+    gateway: StandIn,
+) -> None:
+    """As `disabled` does: such a `max_output_tokens` is only a bound."""
+    limit = gateway.model.limits.max_model_len
+    items = [{"role": "user", "content": "My name is John."}, *ASK]
+    for answer_tokens in (limit, 2**40):
+        fields = {"input": items, "truncation": "auto", "max_output_tokens": answer_tokens}
+        assert "My name is John." in read_by_the_model(gateway, **fields)
+
+
+def test_a_conversation_of_too_many_messages_is_truncated_or_refused_as_input(
+    gateway: StandIn,
+) -> None:
+    text, limits = gateway.model.text, gateway.model.limits
+    roomy = limits.model_copy(update={"max_model_len": 1 << 20})
+    items = [user_message(f"Question {number}") for number in range(1500)]
+
+    def asked(truncation: str) -> ResponsesRequest:
+        body = {"input": QUESTION, "instructions": "Be brief.", "truncation": truncation}
+        return parse_body(ResponsesRequest, json.dumps(body).encode())
+
+    chat = asked("auto").as_chat(text, roomy, items)
+    assert len(chat.messages) == 1000 and chat.messages[-1].text == "Question 1499"
+    assert (chat.messages[0].role, chat.messages[1].text) == ("system", "Question 501")
+    with pytest.raises(ApiError, match=r"^input: .* 1501 messages .* limit is 1000") as error:
+        asked("disabled").as_chat(text, roomy, items)
+    assert error.value.param == "input"
 
 
 @pytest.mark.parametrize("stream", [False, True])

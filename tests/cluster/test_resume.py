@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from diptych.cluster.gateway.attempt import resume as r
 from diptych.cluster.gateway.attempt import shelf as shelves
@@ -267,6 +268,28 @@ def test_several_answers_are_resumed_each_where_it_was() -> None:
         for index, has in enumerate((2, 9, 0)):
             assert ids(told[:1], index) == ANSWER[:has]
             assert ids(told, index) == ANSWER
+
+    play(test)
+
+
+def test_ids_of_calls_stay_the_same_where_a_client_comes_back() -> None:
+    """At this gateway, and at another one that takes the answer from it."""
+
+    async def test(source: Source, shelf: shelves.Shelf) -> None:
+        first = shelf.find(asked(), Output(), r.NOT_RESUMED)
+        second = shelf.find(asked(), Output(), r.NOT_RESUMED)
+        assert second is not first and second.wire_id != first.wire_id
+        assert first.wire_id == f"r~{first.tool_call_suffix}"
+        assert second.tool_call_suffix == first.tool_call_suffix
+        digest = shelves.digest_of(second, Output())
+        taken = shelf.give(f.TakeAnswer(1, model="m", tenant="", request_id="r", digest=digest))
+        third = asked()
+        third.adopt_taken(taken)
+        assert third.tool_call_suffix == first.tool_call_suffix
+        older = msgspec.msgpack.encode({"type": "taken", "call": 1, "journals": [[[], None]]})
+        fourth = asked()
+        fourth.adopt_taken(msgspec.msgpack.decode(older, type=f.AnswerTaken))
+        assert fourth.wire_id == f"r~{fourth.tool_call_suffix}"
 
     play(test)
 

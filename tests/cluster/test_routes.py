@@ -93,6 +93,7 @@ def test_load_counts_the_requests_that_run(
 
 def test_a_model_is_listed_and_answers_under_all_of_its_names(gateway: StandIn) -> None:
     cards = httpx.get(f"{gateway.url}/v1/models").json()["data"]
+    assert httpx.get(f"{gateway.url}/v1/models/").json() == {"object": "list", "data": cards}
     assert [card["id"] for card in cards] == ["demo", "gpt-4o", "org/name"]
     for name in ("demo", "gpt-4o", "org/name"):
         assert httpx.get(f"{gateway.url}/v1/models/{name}").json()["id"] == name
@@ -143,7 +144,8 @@ def test_by_default_any_page_with_a_key_may_ask_and_read(tmp_path: Path) -> None
             body = {"messages": ASK, "stream": stream}
             answer = httpx.post(gateway.url + CHAT, json=body, headers=page)
             assert answer.status_code == 200 and answer.headers[ALLOWED] == "*"
-            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+            exposed = answer.headers["access-control-expose-headers"].split(", ")
+            assert {"x-request-id", "x-should-retry"} <= set(exposed)
             assert "access-control-allow-credentials" not in answer.headers
         refused = httpx.post(gateway.url + CHAT, json={}, headers=page)
         assert refused.status_code == 400 and refused.headers[ALLOWED] == "*", "the page reads why"

@@ -9,7 +9,7 @@ a `ChatRequest` first.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from pydantic import Field, PrivateAttr
@@ -34,12 +34,14 @@ from .chat_parts import (
     AllowedToolsChoice,
     ChatMessage,
     ChatTool,
+    ChatToolChoice,
     NamedToolChoice,
     StreamOptions,
     check_stream_options,
 )
 from .known_fields import ApiName
 from .parameters import (
+    ID_MAX,
     ModelLimits,
     SamplingParameters,
     check_prompt_length,
@@ -54,6 +56,9 @@ from .schema import BodyPart, JsonObject, settle_template_fields, to_json
 #: learned from that.
 ARGUMENT_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 JSON_KINDS = ("json_schema", "json_object")  #: The kinds of grammars that bind an answer to JSON.
+#: What templates call the variable that turns thinking on or off: most of them the first, those of
+#: DeepSeek V3.1 and Granite 3.2 the second.
+THINKING_VARIABLES = ("enable_thinking", "thinking")
 ANY_OBJECT_SCHEMA = '{"type": "object"}'  #: The JSON schema that `json_object` stands for.
 
 
@@ -72,9 +77,7 @@ class ChatRequest(SamplingParameters):
     #: With `logprobs`: so many of the likeliest tokens at each place, beside the chosen one.
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[ChatTool], Field(max_length=TOOLS_MAX)] | None = None
-    tool_choice: (
-        Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None
-    ) = None
+    tool_choice: ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None  #: False: an answer has one call at most.
     chat_template_kwargs: dict[str, Any] | None = None  #: vLLM's: variables of the template.
     metadata: dict[str, str] | None = None  #: This and the next one have no effect.
@@ -89,7 +92,7 @@ class ChatRequest(SamplingParameters):
     add_special_tokens: bool = False  #: vLLM's: those that the tokenizer puts around a text, too.
     include_reasoning: bool = True  #: vLLM's: False leaves it out of the answer.
     #: vLLM's: tokens of an answer that may be its reasoning; -1: no limit.
-    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, le=ID_MAX)] | None = None
     #: Whether the event loop may render and tokenize the conversation: that takes less time than
     #: waking a thread. `check` sets it.
     _is_short: bool = PrivateAttr(False)
@@ -429,6 +432,15 @@ def effort_arguments(effort: str | None, tokenizer: ChatTokenizer) -> dict[str, 
         return arguments
     if "reasoning_effort" in tokenizer.template_variables:
         arguments["reasoning_effort"] = effort
-    if "enable_thinking" in tokenizer.template_variables and effort == "none":
-        arguments["enable_thinking"] = False
+    variable = thinking_variable(tokenizer)
+    if variable is not None and effort == "none":
+        arguments[variable] = False
     return arguments
+
+
+def thinking_variable(tokenizer: ChatTokenizer) -> str | None:
+    """Return the variable of the chat template that turns thinking on or off; None: it has none."""
+    for variable in THINKING_VARIABLES:
+        if variable in tokenizer.template_variables:
+            return variable
+    return None

@@ -202,6 +202,21 @@ class AllowedToolsChoice(BodyPart):
     allowed_tools: _AllowedTools
 
 
+def _tool_choice_branch(choice: Any) -> str:
+    """Return the tag of the branch that reads a `tool_choice`."""
+    if not isinstance(choice, dict):
+        return "#mode"
+    return "#allowed_tools" if choice.get("type") == "allowed_tools" else "#function"
+
+
+ChatToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("#mode")]
+    | Annotated[NamedToolChoice, Tag("#function")]
+    | Annotated[AllowedToolsChoice, Tag("#allowed_tools")],
+    Discriminator(_tool_choice_branch),
+]
+
+
 class StreamOptions(BodyPart):
     # What a stream has beside the answers.
     include_usage: bool = False  #: The last chunk of a stream has the usage.

@@ -281,9 +281,9 @@ class ChatShape:
         """Return a call that begins; its arguments come in pieces."""
         call_number = self._call_counts.get(answer_index, 0)
         self._call_counts[answer_index] = call_number + 1
-        # The wire id is unique among all requests; clients may use the id that they see,
-        # `request.id`, again.
-        hashed_text = f"{self._request.wire_id}/{answer_index}/{call_number}"
+        # Clients may use the id that they see, `request.id`, again: the suffix makes it unique.
+        request_name = f"{self._request.id}~{self._request.tool_call_suffix}"
+        hashed_text = f"{request_name}/{answer_index}/{call_number}"
         digest = xxhash.xxh3_128_hexdigest(hashed_text.encode())
         return {
             "index": call_number,

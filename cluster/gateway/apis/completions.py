@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import msgspec
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from ....protos import frames
 from ..attempt.request import Request
@@ -38,8 +38,26 @@ DEFAULT_ANSWER_TOKENS = 16  #: OpenAI's default for plain completions.
 OTHER_FIELDS_MAX = 64
 
 PromptIds = Annotated[list[TokenId], Field(min_length=1)]
-#: Several prompts; a list of numbers alone is one prompt, as ids.
-PromptList = Annotated[list[str] | list[PromptIds], Field(min_length=1, max_length=PROMPTS_MAX)]
+
+
+def _prompt_branch(prompt: Any) -> str:
+    """Return the tag of the branch that reads a prompt; a list's first element decides."""
+    if not isinstance(prompt, list):
+        return "#text"
+    first = prompt[0] if prompt else None
+    if isinstance(first, str):
+        return "#texts"
+    return "#several_ids" if isinstance(first, list) else "#ids"
+
+
+#: One prompt or several, each as a text or as ids.
+Prompt = Annotated[
+    Annotated[str, Tag("#text")]
+    | Annotated[PromptIds, Tag("#ids")]
+    | Annotated[list[str], Field(min_length=1, max_length=PROMPTS_MAX), Tag("#texts")]
+    | Annotated[list[PromptIds], Field(min_length=1, max_length=PROMPTS_MAX), Tag("#several_ids")],
+    Discriminator(_prompt_branch),
+]
 
 
 class CompletionRequest(SamplingParameters):
@@ -48,7 +66,7 @@ class CompletionRequest(SamplingParameters):
     api: ClassVar[ApiName] = ApiName.COMPLETIONS
 
     model: str = ""
-    prompt: str | PromptIds | PromptList
+    prompt: Prompt
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None  #: 0: only the prompt, with `echo`.

@@ -29,7 +29,7 @@ from ..text.formats.reasoning import NO_REASONING
 from ..text.reasoning_tokens import ReasoningCounter
 from ..text.thinking import closing_tag_id, thinks
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
-from .chat import ChatRequest
+from .chat import ChatRequest, thinking_variable
 from .chat_parts import (
     MESSAGES_MAX,
     PART_TYPE_CHARS_MAX,
@@ -38,7 +38,7 @@ from .chat_parts import (
     content_branch,
 )
 from .known_fields import ApiName
-from .parameters import CACHE_NAME_CHARS_MAX, ID_MAX, StopString, UnitFraction
+from .parameters import CACHE_NAME_CHARS_MAX, ID_MAX, StopStrings, UnitFraction
 from .schema import ApiBody, BodyPart, JsonObject, is_strict, read_fields, to_json
 
 #: Anthropic's error types, by reason, where they differ from OpenAI's.
@@ -47,6 +47,7 @@ ANTHROPIC_ERROR_TYPES = {
     "not_found": "not_found_error",
     "too_large": "request_too_large",
     "no_capacity": "overloaded_error",
+    "draining": "overloaded_error",
     "kv_transfer_failed": "api_error",
     "worker_crashed": "api_error",
     "internal": "api_error",
@@ -140,6 +141,14 @@ class _AnthropicTurn(BodyPart):
         Discriminator(content_branch),
     ]
 
+    @model_validator(mode="after")
+    def _check_calls(self) -> Self:
+        # A chat refuses these too, but it counts its messages, not the client's turns.
+        blocks = self.content if isinstance(self.content, list) else []
+        if self.role != "assistant" and any(isinstance(block, _ToolUseBlock) for block in blocks):
+            raise ValueError("blocks of type 'tool_use' are the assistant's")
+        return self
+
 
 class _AnthropicTool(_Block):
     type: Literal["custom"] | None = None  #: The client's own; others are built into Anthropic's.
@@ -196,6 +205,7 @@ class CountTokensRequest(ApiBody):
     thinking: _ThinkingMode | None = None
     chat_template_kwargs: dict[str, Any] | None = None  #: vLLM's.
     output_config: _OutputConfig | None = None
+    output_format: _OutputFormat | None = None  #: Anthropic's older name of `output_config.format`.
     cache_control: Any = None  #: Accepted without effect, because all prefixes are cached.
 
     @model_validator(mode="after")
@@ -205,6 +215,12 @@ class CountTokensRequest(ApiBody):
         if is_strict(info) and "model" not in self.model_fields_set:
             raise ValueError("model is required")
         return self
+
+    @property
+    def _answer_format(self) -> _OutputFormat | None:
+        """The format of the answer's text; of its two names in a body, the newer one counts."""
+        newer_format = self.output_config.format if self.output_config else None
+        return newer_format or self.output_format
 
     def as_chat(self, tokenizer: ChatTokenizer) -> ChatRequest:
         """Return the same request as a chat, which notes here what it ignores. Raises ApiError."""
@@ -222,6 +238,12 @@ class CountTokensRequest(ApiBody):
             if _has_failed_result(turn):
                 # A chat has no field for it: only the result's text can say that it failed.
                 self.ignored_fields.add_documented("messages.content", "is_error")
+        if len(messages) > MESSAGES_MAX:
+            message = (
+                f"messages: with system and each tool_result they are {len(messages)} messages "
+                f"for the model, the limit is {MESSAGES_MAX}"
+            )
+            raise ApiError("invalid_request", message, "messages")
         fields: JsonObject = {
             "model": self.model,
             "messages": messages,
@@ -238,8 +260,8 @@ class CountTokensRequest(ApiBody):
             fields["tools"] = [_chat_tool(tool) for tool in self.tools]
         if self.tool_choice:
             fields |= _tool_choice_fields(self.tool_choice)
-        if self.output_config and self.output_config.format:
-            json_schema = {"schema": self.output_config.format.content}
+        if self._answer_format is not None:
+            json_schema = {"schema": self._answer_format.content}
             fields["response_format"] = {"type": "json_schema", "json_schema": json_schema}
         return fields
 
@@ -249,21 +271,36 @@ class CountTokensRequest(ApiBody):
         Without `thinking` in the body it is off. Empty if the template has no such variable.
         """
         mode = self.thinking.type if self.thinking else "disabled"
-        has_budget = self._budget(tokenizer) is not None
         # Wider than `thinks`, which demands a tag that is one token: Harmony's reasoning has none.
         has_reasoning = tokenizer.reasoning_format is not NO_REASONING
-        if self.is_strict and mode == "enabled" and not has_budget:
+        variable = thinking_variable(tokenizer)
+        self._check_budget(tokenizer, has_reasoning=has_reasoning)
+        if mode != "disabled" and not has_reasoning:
+            if self.is_strict:
+                message = "thinking: this model does not think"
+                raise ApiError("invalid_request", message, "thinking")
+            self.ignored_fields.add_documented("", "thinking")
+        elif self.thinking and mode == "disabled" and has_reasoning and variable is None:
+            if self.is_strict:
+                message = "thinking: this model's template has no variable that turns it off"
+                raise ApiError("invalid_request", message, "thinking")
+            self.ignored_fields.add_documented("", "thinking")
+        return {} if variable is None else {variable: mode != "disabled"}
+
+    def _check_budget(self, tokenizer: ChatTokenizer, *, has_reasoning: bool) -> None:
+        """Note, or refuse if the gateway is strict, a budget of thinking that is not kept to."""
+        if self.thinking is None or self.thinking.type != "enabled":
+            return
+        if self.is_strict and self.thinking.budget_tokens is None:
+            message = "thinking.budget_tokens is missing"
+            raise ApiError("invalid_request", message, "thinking.budget_tokens")
+        if self.thinking.budget_tokens is None or self._budget(tokenizer) is not None:
+            return
+        if self.is_strict:
             message = 'thinking: a budget cannot be kept to; use {"type": "adaptive"}'
             raise ApiError("invalid_request", message, "thinking")
-        if self.is_strict and mode == "adaptive" and not has_reasoning:
-            raise ApiError("invalid_request", "thinking: this model does not think", "thinking")
-        if mode != "disabled" and not has_reasoning:
-            self.ignored_fields.add_documented("", "thinking")
-        elif mode == "enabled" and not has_budget:
+        if has_reasoning:  # else all of `thinking` is ignored
             self.ignored_fields.add_documented("thinking", "budget_tokens")
-        if "enable_thinking" not in tokenizer.template_variables:
-            return {}
-        return {"enable_thinking": mode != "disabled"}
 
     def _budget(self, tokenizer: ChatTokenizer) -> int | None:
         """Return how many tokens the model may think; None where that cannot be bounded."""
@@ -272,7 +309,9 @@ class CountTokensRequest(ApiBody):
         if not thinks(tokenizer) or closing_tag_id(tokenizer) is None:
             return None
         budget = self.thinking.budget_tokens
-        return None if budget is None else max(0, budget)
+        # No context has as many tokens as the largest budget of a chat, so a larger one bounds
+        # nothing more.
+        return None if budget is None else min(max(0, budget), ID_MAX)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -282,9 +321,9 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool = False
-    stop_sequences: list[StopString] | None = None
+    stop_sequences: StopStrings | None = None
     temperature: UnitFraction | None = None
-    top_p: UnitFraction | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=ID_MAX)] | None = None
     metadata: _Metadata | None = None
     #: vLLM's: requests that differ in it share no prefix in the cache.
@@ -549,9 +588,7 @@ class MessageShape:
 
     def _tool_use_block(self, function_name: str) -> JsonObject:
         """Return the block of a call without its input; the id is unique among all requests."""
-        # The random end of the request's id between processes; clients may use their ids again.
-        request_suffix = self._request.wire_id.rpartition("~")[2]
-        tool_use_id = f"toolu_{request_suffix}{self._block_count:04d}"
+        tool_use_id = f"toolu_{self._request.tool_call_suffix}{self._block_count:04d}"
         return {"type": "tool_use", "id": tool_use_id, "name": function_name}
 
     def _open_block(self, kind: PartKind, block: JsonObject) -> list[JsonObject]:
@@ -575,9 +612,11 @@ class MessageShape:
 def _tool_input(arguments: str, *, is_cut: bool) -> JsonObject:
     """Return the input of a call from its JSON text; of one that was cut, as far as it is there.
 
-    Of arguments that are no JSON, the input is what Anthropic proposes: their text, named so that
-    no tool takes it for its own.
+    A call without arguments has no input. Of arguments that are no JSON, the input is what
+    Anthropic proposes: their text, named so that no tool takes it for its own.
     """
+    if not arguments.strip():
+        return {}
     partial_mode: Literal["trailing-strings", "off"] = "trailing-strings" if is_cut else "off"
     try:
         tool_input = from_json(arguments, allow_inf_nan=False, allow_partial=partial_mode)

@@ -233,6 +233,7 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
     "AnthropicError": record(
         type=const("error"),
         error=record(
+            ("details",),
             type={
                 "enum": sorted(
                     {
@@ -242,6 +243,7 @@ RESPONSE_SCHEMAS: dict[str, Schema] = {
                 )
             },
             message={"type": "string", "minLength": 1, "maxLength": 502},
+            details=ANY_OBJECT,
         ),
         request_id=TEXT,
     ),
@@ -329,9 +331,11 @@ HEADERS = {
     "x-slo-itl": ("target between tokens, as 50ms", TEXT),
     "x-slo-itl-ms": ("the same in milliseconds", NUMBER),
     "x-session-id": ("names a conversation, for `diptych explain`", TEXT),
+    "traceparent": ("W3C trace context, to which the request's spans belong", TEXT),
     "x-request-timeout-ms": ("the client waits no longer", NUMBER),
     "x-resume": ("ids | keep: the client may come back", TEXT),
     "x-resume-from": ("tell only what comes behind this event", TEXT),
+    "last-event-id": ("the same, as browsers' EventSource says it", TEXT),
 }
 IGNORED_FIELDS_HEADER: Schema = {
     "description": "names the fields of the body that had no effect, at most 16",

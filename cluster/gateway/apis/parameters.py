@@ -20,7 +20,7 @@ from ..errors import ApiError
 from ..text.answers import Output
 from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
 from .schema import ApiBody, BodyPart, to_json
-from .structural_tags import StructuralTag, structural_tag_grammar
+from .structural_tags import JsonSchemaValue, StructuralTag, structural_tag_grammar
 
 #: Lower temperatures sample greedily, because dividing the logits by them would overflow.
 GREEDY_TEMPERATURE_LIMIT = 1e-5
@@ -84,13 +84,24 @@ def _check_keys(value: Any) -> Any:
     return value
 
 
+def _schema_branch(value: Any) -> str:
+    """Return the branch of a JSON schema that is read: its JSON text, or the object."""
+    return "#text" if isinstance(value, str) else "#schema"
+
+
+JsonSchemaOrText = Annotated[
+    Annotated[dict[str, Any], Tag("#schema")] | Annotated[str, Tag("#text")],
+    Discriminator(_schema_branch),
+]
+
+
 class JsonSchema(BodyPart):
     """OpenAI's wrapping of a JSON schema. Only `schema` has an effect."""
 
     name: str | None = None
     description: str | None = None
     #: The schema itself, `schema` in bodies; True allows any JSON.
-    content: Annotated[dict[str, Any] | bool, Field(alias="schema")]
+    content: Annotated[JsonSchemaValue, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -119,7 +130,7 @@ class StructuredOutputs(BodyPart):
     # is one, a grammar, just any JSON object, or structural tags.
 
     # Pydantic's models have methods `json` and `schema`, so no field can have either name.
-    schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    schema_: Annotated[JsonSchemaOrText | None, Field(alias="json")] = None
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None  #: Lark or GBNF.
@@ -186,7 +197,7 @@ class SamplingParameters(CommonSamplingFields):
     resume_token_ids: Annotated[list[TokenId], Field(max_length=RESUME_IDS_MAX)] | None = None
     return_tokens_as_token_ids: bool = False  #: Logprobs name tokens by their ids.
     # What an answer must look like, under vLLM's older names, and in the last three SGLang's.
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: JsonSchemaOrText | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None

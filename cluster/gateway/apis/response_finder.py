@@ -69,10 +69,22 @@ class ResponseFinder:
         return output_item(await self._find(tenant, response_id, "input"), item_id)
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """Forget a response, wherever it is; those that follow it keep its turns."""
-        if self._store.find(tenant, response_id):
-            self._store.delete(tenant, response_id)
-        elif not await self._peers.find_response(tenant, response_id, delete=True):
+        """Forget a response, wherever it is; those that follow it keep its turns.
+
+        Several gateways may have responses of one id, as clients may use their ids again: all
+        forget theirs. Where one was found, a gateway that does not answer is no error: it would
+        have another one only if the client had used the id twice.
+        """
+        is_deleted = self._store.find(tenant, response_id) is not None
+        self._store.delete(tenant, response_id)
+        try:
+            # The first gateway that has the response ends the search, so others may have it still.
+            while await self._peers.find_response(tenant, response_id, delete=True):
+                is_deleted = True
+        except ApiError:
+            if not is_deleted:
+                raise
+        if not is_deleted:
             raise _not_found(response_id, None)
 
     async def _find(

@@ -16,6 +16,7 @@ An item ends when the next one begins. The last item of an answer that was cut i
 from __future__ import annotations
 
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -105,35 +106,59 @@ class _TextTokens:
     """Finds the tokens that a piece of the parsed text is made of.
 
     The parser holds text back, and takes markers and white space away, so its parts are not the
-    texts of the tokens that came last.
+    texts of the tokens that came last. Texts are compared as bytes, because a token may hold a part
+    of a character.
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[frames.Token] = []  #: Those that no part was made of, so far.
+        self._bytes = bytearray()  #: What no part was made of, so far.
+        self._tokens: list[frames.Token] = []  #: The tokens that begin there.
+        self._starts: list[int] = []  #: Where they begin there.
 
     def add(self, tokens: list[frames.Token]) -> None:
         """Take the next tokens of the answer."""
-        self._tokens += tokens
+        for token in tokens:
+            self._tokens.append(token)
+            self._starts.append(len(self._bytes))
+            self._bytes += self._tokenizer.token_bytes(token.id)
 
     def take(self, text: str) -> list[frames.Token]:
-        """Return the tokens of the next part of the text, and forget all up to its end."""
-        # Compared as bytes, because a token may hold a part of a character.
-        pieces = [self._tokenizer.token_bytes(token.id) for token in self._tokens]
-        start = max(0, b"".join(pieces).find(text.encode()))
+        """Return the tokens of the next part of the text, and forget all up to its end.
+
+        A token that began in an earlier part is not returned again. No token is returned, and none
+        forgotten, for a text that is not there, such as arguments that the parser has written.
+        """
+        start = self._find(text.encode())
+        if start is None:
+            return []
         end = start + len(text.encode())
-        taken = []
-        count = 0  # tokens that begin in front of `end`
-        position = 0
-        for token, piece in zip(self._tokens, pieces, strict=True):
-            if position >= end:
-                break
-            count += 1
-            position += len(piece)
-            if position > start:
-                taken.append(token)
-        self._tokens = self._tokens[count:]
+        # The token that has the start; none if that is in the rest of one that was returned.
+        first = max(0, bisect_right(self._starts, start) - 1)
+        behind = bisect_left(self._starts, end)
+        taken = self._tokens[first:behind]
+        del self._bytes[:end]
+        self._tokens = self._tokens[behind:]
+        self._starts = [token_start - end for token_start in self._starts[behind:]]
         return taken
+
+    def _find(self, text: bytes) -> int | None:
+        """Return where a text begins; None if it is empty, or not there.
+
+        That is behind the last part, or where a token's text begins, but for white space. Only a
+        text that is at no such place may begin inside of a token, as "hi" does in ">hi": elsewhere
+        it may be part of a marker, as in "</think>".
+        """
+        if not text:
+            return None
+        first_start = start = self._bytes.find(text)
+        while start >= 0:
+            token_index = bisect_right(self._starts, start) - 1
+            token_start = self._starts[token_index] if token_index >= 0 else 0
+            if not self._bytes[token_start:start].strip():
+                return start
+            start = self._bytes.find(text, start + 1)
+        return first_start if first_start >= 0 else None
 
 
 class ResponseShape:
@@ -261,8 +286,7 @@ class ResponseShape:
             output_index=number,
         )
         if kind == PartKind.CALL:
-            request_suffix = self._request.wire_id.rpartition("~")[2]  # unique among all requests
-            item.call_id = f"call_{request_suffix}{number:04d}"
+            item.call_id = f"call_{self._request.tool_call_suffix}{number:04d}"
             item.function_name = function_name
             tool = self._offered_tools.get(function_name)
             if tool is not None:

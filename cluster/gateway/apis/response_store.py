@@ -5,7 +5,7 @@ is a list of turns: what the client sent for one response, and what that respons
 that follow each other share their turns, so a turn counts once, however many responses hold it.
 
 Each tenant sees its own responses only. A response goes when nobody has used it for a while, or
-when there are too many: then the oldest of the tenant that takes the most room.
+when there are too many: then the one used longest ago, of the tenant that takes the most room.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ What the answer becomes is in `response_shape`.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from ..errors import ApiError
 from ..text.tokenizer import ChatTokenizer
@@ -57,6 +57,12 @@ class _TextFormat(BodyPart):
     description: str | None = None
     content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None  #: For json_schema.
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if self.type == "json_schema" and self.content is None:
+            raise ValueError("type json_schema needs a schema")
+        return self
 
     def response_format(self) -> JsonObject:
         """Return the same as a chat's `response_format`."""
@@ -173,7 +179,13 @@ class ResponsesRequest(CommonSamplingFields):
         return candidates[number]
 
     def _fits(self, tokenizer: ChatTokenizer, limits: ModelLimits, items: list[InputItem]) -> bool:
-        """Return whether the prompt has room for an answer of the length that is asked for."""
+        """Return whether the prompt has room for an answer of the length that is asked for.
+
+        An answer as long as the whole context has room behind no prompt. Then its length only
+        bounds the answer, as with `truncation: disabled`, and room for one token is enough.
+        """
+        if len(self._messages(items)) > MESSAGES_MAX:
+            return False
         chat = self._chat(tokenizer, items)
         try:
             chat.check(tokenizer, limits)
@@ -182,15 +194,30 @@ class ResponsesRequest(CommonSamplingFields):
                 return False
             raise
         prompt_tokens = len(chat.prompt(tokenizer).token_ids)
-        return prompt_tokens + (self.max_output_tokens or 1) <= limits.max_model_len
+        answer_tokens = self.max_output_tokens or 1
+        if answer_tokens >= limits.max_model_len:
+            answer_tokens = 1
+        return prompt_tokens + answer_tokens <= limits.max_model_len
 
-    def _chat(self, tokenizer: ChatTokenizer, items: list[InputItem]) -> ChatRequest:
-        """Return a chat of these items, with the sampling fields that the client sent."""
+    def _messages(self, items: list[InputItem]) -> list[JsonObject]:
+        """Return the messages of a chat of these items."""
         messages: list[JsonObject] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        messages += chat_messages(items)
+        return messages + chat_messages(items)
 
+    def _chat(self, tokenizer: ChatTokenizer, items: list[InputItem]) -> ChatRequest:
+        """Return a chat of these items, with the sampling fields that the client sent.
+
+        Raises ApiError.
+        """
+        messages = self._messages(items)
+        if len(messages) > MESSAGES_MAX:
+            message = (
+                f"input: with instructions and earlier turns it is {len(messages)} messages for "
+                f"the model, the limit is {MESSAGES_MAX}"
+            )
+            raise ApiError("invalid_request", message, "input")
         chat: JsonObject = self.model_dump(
             include=set(CommonSamplingFields.model_fields),
             exclude_unset=True,

@@ -347,9 +347,11 @@ def _shortened(field_path: str) -> str:
 def to_json(value: Any) -> str:
     """Return the JSON text of what was parsed from JSON.
 
-    Raises ApiError for numbers that Python refuses to print because of their length.
+    Raises ApiError for numbers that Python refuses to print because of their length, and for what
+    is nested too deeply.
     """
     try:
         return json.dumps(value, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
-        raise ApiError("invalid_request", f"a schema cannot be used: {error}") from None
+        message = f"a value of the body cannot be written as JSON: {error}"
+        raise ApiError("invalid_request", message) from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from ....protos import frames
 from ..errors import ApiError
@@ -21,8 +21,18 @@ TAG_CHARS_MAX = 1000  #: limit of the characters of a trigger, a begin or an end
 
 TagText = Annotated[str, Field(min_length=1, max_length=TAG_CHARS_MAX)]
 Triggers = Annotated[list[TagText], Field(min_length=1, max_length=TAGS_MAX)]
+
+
+def _schema_branch(value: Any) -> str:
+    """Return the branch of a JSON schema that is read: a flag, or the object."""
+    return "#flag" if isinstance(value, bool) else "#schema"
+
+
 #: A JSON schema. True allows any JSON, False none.
-JsonSchemaValue = dict[str, Any] | bool
+JsonSchemaValue = Annotated[
+    Annotated[dict[str, Any], Tag("#schema")] | Annotated[bool, Tag("#flag")],
+    Discriminator(_schema_branch),
+]
 
 
 class _Structure(BodyPart):

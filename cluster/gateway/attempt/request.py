@@ -229,6 +229,9 @@ class Request(RequestInput):
         self.terms = terms or Terms()
         #: The request's id on the wire. It is unique, as clients use their ids again.
         self.wire_id = wire_id or f"{id}~{secrets.token_hex(4)}"
+        #: A part of the ids of the answers' calls of tools, which makes them unique. It stays the
+        #: same when the client comes back, as it has these ids already.
+        self.tool_call_suffix = self.wire_id.rpartition("~")[2]
         self.times = RequestTimes()
 
         self.answers: list[Answer] = answers or [Answer() for _ in range(sampling.n)]
@@ -282,8 +285,9 @@ class Request(RequestInput):
 
     def adopt(self, other: Request) -> None:
         """Takes over the journal and the route of an earlier run of the same request, to go on
-        behind it.
+        behind it, and the suffix of its calls' ids.
         """
+        self.tool_call_suffix = other.tool_call_suffix
         self.prompt_logprobs = list(other.prompt_logprobs)
         self.workers = list(other.workers)
         self.route = other.route
@@ -293,7 +297,11 @@ class Request(RequestInput):
             answer.finish_reason = other_answer.finish_reason
 
     def adopt_taken(self, taken: frames.AnswerTaken) -> None:
-        """Takes over the journal that another gateway kept of the same request."""
+        """Takes over the journal that another gateway kept of the same request.
+
+        The suffix of its calls' ids is taken over too, if the gateway sent it.
+        """
+        self.tool_call_suffix = taken.tool_call_suffix or self.tool_call_suffix
         self.prompt_logprobs = list(taken.prompt_logprobs)
         self.hit_tokens = taken.hit_tokens
         for answer, journal in zip(self.answers, taken.journals, strict=True):

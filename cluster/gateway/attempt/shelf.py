@@ -259,6 +259,7 @@ class Shelf:
             list(request.prompt_logprobs),
             request.hit_tokens,
             goes_on=kept.goes_on,
+            tool_call_suffix=request.tool_call_suffix,
         )
         if kept.readers:
             self._source.dismiss(request)

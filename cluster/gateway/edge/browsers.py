@@ -4,8 +4,8 @@ A browser sends requests for any page that its user has open, and reaches what i
 page that has no key can do nothing where a key is needed. Where none is needed two headers, which
 no page can forge, tell whose page asks:
 
-* `Origin` is the page's own. It must be absent (no page asks, or the gateway's own one), of this
-  machine, or listed in `gateway.origins`.
+* `Origin` is the page's own. It must be absent (no page asks), the gateway's own, of this machine,
+  or listed in `gateway.origins`.
 * `Host` is what the page calls the gateway. A page can have its own domain lead to the gateway's
   address (DNS rebinding), and is of the same origin then. So a gateway answers to addresses, and to
   the names in `gateway.hosts`.

@@ -40,6 +40,7 @@ EXPOSED_HEADERS = (
     "x-prefix-hit-tokens",
     "server-timing",
     "retry-after",
+    "x-should-retry",
 )
 PREFLIGHT_AGE_S = 600  #: For so long a browser need not ask again.
 CLIENT_LEFT_STATUS = 499  #: nginx's code for a client that closed its connection.
@@ -147,8 +148,9 @@ class _StatusRoutes:
 
     async def model(self, http: HttpRequest) -> Response:
         name = http.path_params["model"]
-        model = self._gateway.find(name)
-        return JSONResponse(model.card(name or model.name))
+        if not name:  # `/v1/models/`
+            return await self.models(http)
+        return JSONResponse(self._gateway.find(name).card(name))
 
     async def version(self, _: HttpRequest) -> Response:
         return JSONResponse({"version": version("diptych")})

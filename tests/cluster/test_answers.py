@@ -122,6 +122,25 @@ def test_stop_strings_count_behind_the_least_tokens() -> None:
     assert said(got[0]) == "a stop, a "
 
 
+@pytest.mark.parametrize("min_tokens", range(8))
+def test_a_stop_string_may_begin_within_the_least_tokens(min_tokens: int) -> None:
+    """As in vLLM, it counts where it ends."""
+    whole = "say END and END again"
+    ids = text().encode(whole, add_special_tokens=False)
+    ends = [
+        count
+        for count in range(min_tokens + 1, len(ids) + 1)
+        if text().decode(ids[:count]).count("END") > text().decode(ids[: count - 1]).count("END")
+    ]
+    got, made, _ = run([ids], Output(("END",), min_tokens=min_tokens), random.Random(min_tokens))
+    if not ends:
+        assert said(got[0]) == whole
+        return
+    shown = text().decode(ids[: ends[0]])
+    assert (said(got[0]), made.used_tokens) == (shown[: shown.rindex("END")], ends[0])
+    assert got[0][-1].stop_string == "END"
+
+
 def byte_tokenizer(folder: Path) -> Path:
     """Words and bytes, as Llama 2's: what is no word is its bytes."""
     words = ["<unk>", "</s>", "▁one", "▁two", "▁"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from diptych.cluster.gateway.text.content import ContentParser, ContentRules
 from diptych.cluster.gateway.text.formats import reasoning as reasoning_formats
 from diptych.cluster.gateway.text.formats.arguments import json_of_python
-from diptych.cluster.gateway.text.formats.json_calls import CALL_BEGINNING_CHARS_MAX
+from diptych.cluster.gateway.text.formats.json_calls import CALL_BEGINNING_CHARS_MAX, read_calls
 from diptych.cluster.gateway.text.formats.parts import CallFlaw, PartKind
 from diptych.cluster.gateway.text.formats.reasoning import ReasoningFormat
 from diptych.cluster.gateway.text.formats.registry import (
@@ -753,6 +754,17 @@ def test_formats_have_names_and_those_of_vllm() -> None:
         (PHI4, "functools[ x ]"),
         (PHI4, "functools[1] y"),
         (GEMMA4, "<|tool_call>:other{a:1}<tool_call|>"),
+        # White space around it stays.
+        (HERMES, "Use the <tool_call> tag for calls."),
+        (HERMES, "Here:\n\n<tool_call>\nno JSON\n</tool_call> then\n\nmore"),
+        (HERMES, "a <tool_call>b</tool_call> <tool_call>c</tool_call> d"),
+        (QWEN_XML, "The tag <function=x> opens one."),
+        (QWEN_XML, "Write `<function=` or\n<function=<tool_call> x </tool_call>"),
+        (PHI4, "x = 1\nfunctools[0]"),
+        (GEMMA4, "The tag <|tool_call> opens one."),
+        (MISTRAL, "The marker [TOOL_CALLS] is text."),
+        (LLAMA3, "In Python <|python_tag|> is a tag."),
+        (KIMI_K2, "Now <|tool_call_begin|> a <|tool_call_end|> it ends."),
     ],
 )
 @pytest.mark.parametrize("size", [1, 3, 999])
@@ -763,6 +775,118 @@ def test_what_only_looks_like_a_call_comes_out_once(
     parts = [part for at in range(0, len(text), size) for part in parser.feed(text[at : at + size])]
     parts += parser.end()
     assert "".join(part.text for part in parts) == text
+
+
+@pytest.mark.parametrize("state", ["start", "text"])
+def test_white_space_around_what_was_no_call_is_content(state: Any) -> None:
+    rules = ContentRules(state, HERMES, ["clock"])
+    call = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    text = f"a \n<tool_call>b</tool_call>\n c \n{call}\n\nd <tool_call>e</tool_call> f"
+    made = parsed(rules, [text])
+    assert parsed(rules, list(text)) == made
+    content = "a \n<tool_call>b</tool_call>\n cd <tool_call>e</tool_call> f"
+    assert (made["content"], made["calls"]) == (content, [["clock", "{}"]])
+
+
+CLOCK = "<function=clock>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"<function=other>\nx\n</function>\n{CLOCK}", "<function=other>\nx\n</function>"),
+        (f"<function=other>\nx\n{CLOCK}", "<function=other>\nx"),
+        (f"Write `<function=name>` first.\n<tool_call>\n{CLOCK}\n</tool_call>",
+         "Write `<function=name>` first."),
+        (f"Write `<function=` first.\n<tool_call>\n{CLOCK}\n</tool_call>",
+         "Write `<function=` first."),
+        (f"Write `<function=\n<tool_call>\n{CLOCK}\n</tool_call>", "Write `<function="),
+        (f"Write `<function=`, <tool_call>\n{CLOCK}\n</tool_call>", "Write `<function=`,"),
+        (f"<tool_call>\n<function= {CLOCK}\n</tool_call>", "<tool_call>\n<function="),
+    ],
+)  # fmt: skip
+def test_what_is_no_call_of_qwen_s_swallows_none_behind_it(text: str, content: str) -> None:
+    rules = rules_of(QWEN_XML, Example(text, prompt_end="</think>"))
+    made = parsed(rules, [text])
+    assert (made["content"], made["calls"]) == (content, [["clock", "{}"]])
+    assert made["flaws"] == [CallFlaw.UNREAD]
+    assert parsed(rules, list(text)) == made
+    for border in range(1, len(text)):
+        assert parsed(rules, [text[:border], text[border:]]) == made, text[:border]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "call", "closing"),
+    [
+        (QWEN_XML, QWEN_WEATHER.partition("</function>")[0], "</function>"),
+        (QWEN_XML, QWEN_WEATHER.partition("</function>")[0], "<parameter="),
+        (QWEN_XML, QWEN_WEATHER.partition("</tool_call>")[0], "</tool_call>"),
+        (GLM, GLM_WEATHER.partition("</tool_call>")[0], "</tool_call>"),
+        (GLM, GLM_WEATHER.partition("</tool_call>")[0], "<arg_key>"),
+        (
+            DEEPSEEK_V32,
+            "<｜DSML｜function_calls>" + DSML_WEATHER.partition("</｜DSML｜invoke>")[0],
+            "</｜DSML｜invoke>",
+        ),
+        (
+            DEEPSEEK_V32,
+            "<｜DSML｜function_calls>" + DSML_WEATHER,
+            "</｜DSML｜function_calls>",
+        ),
+    ],
+)
+def test_half_a_tag_of_a_call_that_is_cut_is_no_content(
+    tool_format: ToolFormat, call: str, closing: str
+) -> None:
+    for size in range(1, len(closing)):
+        text = call + closing[:size]
+        rules = rules_of(tool_format, Example(text, prompt_end="</think>"))
+        made = parsed(rules, [text], is_cut=True)
+        assert made["content"] == "" and len(made["calls"]) == 1, text
+        assert CallFlaw.UNREAD not in made["flaws"]
+        assert parsed(rules, list(text), is_cut=True) == made
+
+
+@pytest.mark.parametrize("end", ["", " ", "<|ca"])
+def test_a_call_of_harmony_that_is_cut_before_its_arguments_gets_none(end: str) -> None:
+    text = "<|channel|>commentary to=functions.clock <|constrain|>json<|message|>"
+    rules = rules_of(HARMONY, Example(text, reasoning_format=reasoning_formats.HARMONY_REASONING))
+    made = parsed(rules, [text + end], is_cut=True)
+    assert made["has_cut_call"] and not made["content"]
+    assert made["calls"] == [["clock", end.strip()]]
+    for whole in (text, text + "<|call|>"):
+        made = parsed(rules, [whole])
+        assert made["calls"] == [["clock", "{}"]] and not made["has_cut_call"]
+
+
+@pytest.mark.parametrize(("opening", "closing"), [('"', '"'), ("", "")])
+def test_a_long_string_of_gemma_s_takes_time_by_its_length(opening: str, closing: str) -> None:
+    parser = ContentParser(ContentRules("text", GEMMA4, ["weather"]))
+    parts = parser.feed("<|tool_call>call:weather{city:" + opening)
+    began_s = time.process_time()
+    for _ in range(4000):
+        parts += parser.feed("four")
+    assert time.process_time() - began_s < 2, "each piece was looked at with all before it"
+    parts += [*parser.feed(closing + "}<tool_call|>"), *parser.end()]
+    arguments = "".join(part.text for part in parts if part.kind is PartKind.ARGUMENTS)
+    assert json.loads(arguments) == {"city": "four" * 4000}
+
+
+def test_strings_of_json_come_out_of_gemma_s_calls_as_they_come() -> None:
+    parser = ContentParser(ContentRules("text", GEMMA4, ["weather"]))
+    parser.feed("<|tool_call>call:weather{city:")
+    steps = [parser.feed(piece) for piece in ('"Kö', "ln \\", '" \\\\', '", ', "days")]
+    texts = ["".join(text for _, text in parts) for parts in steps]
+    assert texts == ['"Kö', "ln ", '\\" \\\\', '", ', ""]
+
+
+@pytest.mark.parametrize("bracket", ["[]", "{}"])
+def test_a_call_that_is_nested_too_deeply_to_be_written_is_content(bracket: str) -> None:
+    opening, closing = ("[", "]") if bracket == "[]" else ('{"a":', "}")
+    for depth in range(300, 1000):  # where Python reads it, and does not write it, is not fixed
+        value = opening * depth + "1" + closing * depth
+        text = f'{{"name": "clock", "parameters": {{"a": {value}}}}}'
+        assert len(read_calls(text, ["clock"])) in (0, 1)
 
 
 def test_gemma_may_leave_the_word_out_in_front_of_the_colon() -> None:
@@ -789,3 +913,11 @@ def test_deepseek_s_arguments_are_left_to_templates_that_write_json(template: st
 
     assert arguments(template) == {"a": 1}
     assert arguments("{{ '' + tool['function']['arguments'] + '' }}") == '{"a": 1}'
+
+
+@pytest.mark.parametrize(
+    "text", ['\\"' * 60_000, '"' + '\\"' * 60_000, 'it\'s "a\nb"', '"a\\', '"']
+)
+def test_a_string_without_its_end_is_text_however_long_it_is(text: str) -> None:
+    """Each of its quotes could begin a string; all of them are looked at once together."""
+    assert json.loads(json_of_python(text)) == text

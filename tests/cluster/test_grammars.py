@@ -100,6 +100,22 @@ def test_a_grammar_is_compiled_within_a_limit_and_others_behind_it(
     checks.close()
 
 
+def test_a_checkpoint_that_cannot_be_read_is_no_fault_of_the_grammar(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = checkpoint(tmp_path / "demo")
+    checks = GrammarChecks(folder)
+    (folder / "config.json").rename(folder / "away")
+    with pytest.raises(ApiError, match="no process got ready for it") as error:
+        checks.check(QUICK)
+    assert error.value.reason == "no_capacity" and str(folder) not in error.value.message
+    assert str(folder) in caplog.text and not checks.is_known(QUICK)
+    (folder / "away").rename(folder / "config.json")
+    checks.check(QUICK)
+    assert checks.is_known(QUICK)
+    checks.close()
+
+
 def test_a_gateway_refuses_a_slow_grammar_and_answers_others_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,18 @@ import httpx
 import psutil
 import pytest
 from diptych.cluster.gateway import capacity
+from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text import limited, templates
-from diptych.cluster.gateway.text.limited import BusyError, OverLimitError, RefusedError
+from diptych.cluster.gateway.text.limited import (
+    BusyError,
+    LimitedProcesses,
+    OverLimitError,
+    ProcessLimits,
+    RefusedError,
+    SetupError,
+)
 from diptych.cluster.gateway.text.templates import ChatTemplates, NotAtOnceError
-from diptych.cluster.gateway.text.tokenizer import FAST_SHORT_PROMPT_CHARS
+from diptych.cluster.gateway.text.tokenizer import FAST_SHORT_PROMPT_CHARS, ChatTokenizer
 
 from tests.support.live import eventually
 from tests.support.standin import QUESTION, checkpoint, standing_in
@@ -204,6 +212,128 @@ def test_what_renders_long_may_run_on_every_core(limits: Callable[..., None]) ->
     eventually(lambda: os.sched_getaffinity(pid) == os.sched_getaffinity(0))
     slow.end()
     texts.close()
+
+
+#: A program whose setup is a line of Python, and which runs requests in a thread.
+PROGRAM = """
+import os, threading, time
+from diptych.cluster.gateway.text.limited import serve
+
+def make_handler(setup):
+    exec(setup)
+
+    def handle(request):
+        thread = threading.Thread(target=exec, args=(request, globals()))
+        thread.start()
+        thread.join()
+        return b"done"
+
+    return handle
+
+serve(make_handler)
+"""
+
+
+@pytest.fixture
+def program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], LimitedProcesses]]:
+    """Makes processes that run `PROGRAM` with this setup."""
+    (tmp_path / "program_of_a_test.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    limits = ProcessLimits(
+        request_s=30.0,
+        contested_s=30.0,
+        wait_s=30.0,
+        waiting_requests=1,
+        memory_mib=512,
+        reply_bytes=1024,
+    )
+    made: list[LimitedProcesses] = []
+
+    def make(setup: str) -> LimitedProcesses:
+        made.append(LimitedProcesses("program_of_a_test", setup.encode(), limits, 1))
+        return made[-1]
+
+    yield make
+    for processes in made:
+        processes.close()
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+def test_threads_that_began_on_one_core_are_let_go_too(
+    program: Callable[[str], LimitedProcesses],
+) -> None:
+    processes = program("pass")
+    assert processes.ask(b"pass") == b"done"
+    child = processes._idle[0]
+    assert child is not None
+    tasks = f"/proc/{child._process.pid}/task"
+    asking = threading.Thread(target=processes.ask, args=(b"time.sleep(3.0)",))
+    asking.start()
+    try:
+        eventually(lambda: len(os.listdir(tasks)) > 1)
+        everywhere = os.sched_getaffinity(0)
+        eventually(
+            lambda: all(
+                os.sched_getaffinity(int(thread)) == everywhere for thread in os.listdir(tasks)
+            )
+        )
+        assert len(os.listdir(tasks)) > 1, "the thread had not ended before"
+    finally:
+        asking.join(30)
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+def test_who_asks_is_not_to_blame_for_a_setup_that_fails(
+    program: Callable[[str], LimitedProcesses], tmp_path: Path
+) -> None:
+    file = tmp_path / "setup"
+    processes = program(f"open({str(file)!r})")
+    with pytest.raises(SetupError, match="No such file"):
+        processes.ask(b"pass")
+    file.touch()
+    assert processes.ask(b"pass") == b"done"
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+def test_a_process_that_is_killed_while_it_starts_is_replaced_once(
+    program: Callable[[str], LimitedProcesses], tmp_path: Path
+) -> None:
+    file = tmp_path / "starts"
+    file.touch()
+    note_start = f"open({str(file)!r}, 'a').write('x')"
+    end_once = f"{note_start} and os.path.getsize({str(file)!r}) == 1 and os._exit(1)"
+    assert program(end_once).ask(b"pass") == b"done"
+    assert file.read_text() == "xx"
+    file.write_text("")
+    with pytest.raises(SetupError):
+        program(f"{note_start} and os._exit(1)").ask(b"pass")
+    assert file.read_text() == "xx"
+
+
+@pytest.mark.usefixtures("nothing_leaks")
+def test_a_process_that_does_not_get_ready_in_time_is_no_fault_of_the_request(
+    program: Callable[[str], LimitedProcesses], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limited, "START_TIMEOUT_S", 0.1)
+    with pytest.raises(SetupError, match=r"more than 0\.1 s"):
+        program("time.sleep(30)").ask(b"pass")
+
+
+def test_a_chat_that_no_process_gets_ready_for_may_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = ChatTokenizer(checkpoint(tmp_path / "demo"))
+    messages = [{"role": "user", "content": QUESTION}]
+    monkeypatch.setattr(limited, "START_TIMEOUT_S", 0.0)
+    with pytest.raises(ApiError, match="no process got ready") as error:
+        tokenizer.tokenize_chat(messages)
+    assert error.value.reason == "no_capacity"
+    assert "more than 0 s" in caplog.text
+    monkeypatch.undo()
+    assert tokenizer.tokenize_chat(messages).token_ids
+    tokenizer.close()
 
 
 async def briefly(texts: ChatTemplates, variables: dict[str, Any]) -> str:

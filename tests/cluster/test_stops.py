@@ -52,6 +52,38 @@ def test_a_stop_may_be_kept(text: str, stop: str, sizes: list[int]) -> None:
     assert out == before + (found or "")
 
 
+def naive_behind(text: str, stops: list[str], passed_chars: int) -> tuple[str, str | None]:
+    """As `naive`, but no stop ends among the first characters."""
+    for end in range(passed_chars + 1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return text[: end - len(stop)], stop
+    return text, None
+
+
+@given(
+    LETTERS,
+    LETTERS,
+    st.lists(st.text("ab日", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(0, 4)),
+)
+def test_a_stop_may_begin_but_not_end_in_what_is_passed_by(
+    passed: str, text: str, stops: list[str], sizes: list[int]
+) -> None:
+    watch, out = StopStringFilter(tuple(stops)), ""
+    before, found = naive_behind(passed + text, stops, len(passed))
+    for piece in cuts(passed, sizes):
+        out += watch.pass_by(piece)
+        assert before.startswith(out), "told what may not be told"
+    assert watch.found_stop is None
+    for piece in cuts(text, sizes):
+        out += watch.feed(piece)
+        assert before.startswith(out), "told what may not be told"
+    out += watch.flush()
+    assert (out, watch.found_stop) == (before, found)
+
+
 def test_only_what_may_become_a_stop_is_held_back() -> None:
     watch = StopStringFilter(("STOP", "\n\n"))
     assert watch.feed("go S") == "go "

@@ -30,7 +30,7 @@ class Output:
 
     stop_strings: tuple[str, ...] = ()  #: The first one in the text ends the answer.
     keep_stop_string: bool = False  #: The stop string, or the stop token, is part of the text.
-    min_tokens: int = 0  #: No stop string counts before so many tokens.
+    min_tokens: int = 0  #: A stop string that ends within so many does not count.
     special_tokens: bool = False  #: Special tokens are part of the text.
     markers: frozenset[str] = frozenset()  #: Special tokens that are so in any case.
 
@@ -309,7 +309,10 @@ class _AnswerText:
             if self._detokenizer.inside_character:
                 _, last_token = self._held_tokens[-1]
                 self._held_tokens[-1] = (self._decoded_chars + 1, last_token)
-        released = text if self.used_tokens <= self._min_tokens else self._stops.feed(text)
+        if self.used_tokens <= self._min_tokens:
+            released = self._stops.pass_by(text)
+        else:
+            released = self._stops.feed(text)
         self._released_chars += len(released)
         return released
 

@@ -5,10 +5,8 @@ follows. How both are marked is a matter of the model's formats (`formats/`).
 
 What holds for all formats:
 
-- Markers (texts such as `<think>` and `<tool_call>`) never come out, nor does the white space
-around
-  them. What only looked like a marker or a call comes out as content, markers included. No text is
-  lost.
+- Markers of what was read (texts such as `<think>` and `<tool_call>`) never come out, nor does the
+  white space around them. What only looked like a marker or a call is content, with its markers.
 - A call of one of the request's functions is announced as soon as it is certain, and its arguments
   come out as the model writes them. It stays a call whatever follows: its arguments may be no JSON,
   and lack their end. All other calls are held until they are complete.

@@ -8,6 +8,7 @@ it again, where it is known to take seconds at most. The grammars seen last are 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -24,8 +25,11 @@ from .limited import (
     OverLimitError,
     ProcessLimits,
     RefusedError,
+    SetupError,
     serve,
 )
+
+log = logging.getLogger(__name__)
 
 COMPILE_LIMIT_S = 5.0  #: A grammar that takes longer is refused.
 MEMORY_MIB = 1024  #: The stack that compiling recurses on takes 256 of them.
@@ -80,12 +84,16 @@ class GrammarChecks:
     def _compile(self, grammar: Grammar) -> str:
         """Return why the grammar is refused; empty if it compiles.
 
-        Raises ApiError if that was not found out, because others waited.
+        Raises ApiError if that was not found out, because others waited or no process got ready.
         """
         try:
             self._processes.ask(msgspec.msgpack.encode(grammar))
         except BusyError as error:
             raise ApiError("no_capacity", f"the grammar was not compiled: {error}") from None
+        except SetupError as error:
+            log.warning("no process that compiles grammars got ready: %s", error)
+            message = "the grammar was not compiled: no process got ready for it"
+            raise ApiError("no_capacity", message) from None
         except OverLimitError as error:  # a kind of RefusedError, and its text names only the limit
             return f"invalid grammar: {error}"
         except RefusedError as error:

@@ -68,11 +68,22 @@ class RefusedError(Exception):
 
 
 class OverLimitError(RefusedError):
-    """The work took too much time or memory, its result is too long, or the setup failed."""
+    """The work took too much time or memory, or its result is too long."""
 
 
 class DiedError(OverLimitError):
     """The process that did the work has ended, by itself or by somebody's kill."""
+
+
+class SetupError(RefusedError):
+    """No process got ready for the work, which is not to blame; another try may help.
+
+    The message says why. It is for the log: it may name files of this machine.
+    """
+
+    def __init__(self, cause: OverLimitError) -> None:
+        super().__init__(str(cause))
+        self.process_died = isinstance(cause, DiedError)
 
 
 class BusyError(RefusedError):
@@ -117,11 +128,11 @@ class LimitedProcesses:
     def ask(self, request: bytes) -> bytes:
         """Return the reply of a process.
 
-        Raises RefusedError if the process refuses the request. Two errors are kinds of it:
-        OverLimitError if the request takes too much, and BusyError if it finds no process in time,
-        makes way for others, or no process can be started. The start of a process does not count
-        for the limits of time. A process that ends in the middle may have been killed by somebody:
-        another one tries once more.
+        Raises RefusedError if the process refuses the request. Three errors are kinds of it:
+        OverLimitError if the request takes too much; BusyError if it finds no process in time,
+        makes way for others, or no process can be started; SetupError if no process gets ready. The
+        start of a process does not count for the limits of time. A process that ends in the middle,
+        or while it starts, may have been killed by somebody: another one tries once more.
         """
         child = self._take_place()
         try:
@@ -130,7 +141,9 @@ class LimitedProcesses:
                 child = self._start_child()
             try:
                 return child.ask(request, self._is_contested)
-            except DiedError:
+            except (DiedError, SetupError) as error:
+                if isinstance(error, SetupError) and not error.process_died:
+                    raise
                 child = self._start_child()
                 return child.ask(request, self._is_contested)
         finally:
@@ -214,7 +227,7 @@ class LimitedProcesses:
             child.end()
 
     def _start_child(self) -> _Child:
-        """Start a process, and send it its setup. Raises BusyError."""
+        """Start a process, and send it its setup. Raises BusyError or SetupError."""
         if self._is_closed:
             raise BusyError("the gateway ends")
         try:
@@ -267,10 +280,16 @@ class _Child:
         self._finalizer()
 
     def send_setup(self, setup: bytes) -> None:
-        """Send the setup, and do not wait until the process is ready: `ask` does."""
+        """Send the setup, and do not wait until the process is ready: `ask` does.
+
+        Raises SetupError.
+        """
         # The process gets two of the limits; the length of replies is checked at this end.
         head = SETUP_HEAD.pack(self._limits.request_s, self._limits.memory_mib)
-        self._send(head + setup, START_TIMEOUT_S)
+        try:
+            self._send(head + setup, START_TIMEOUT_S)
+        except OverLimitError as error:
+            raise SetupError(error) from None
 
     @property
     def is_free(self) -> bool:
@@ -327,7 +346,11 @@ class _Child:
         self._unanswered = request
 
     def _await_ready(self) -> None:
-        self._receive(START_TIMEOUT_S, _never)
+        """Wait until the process has read its setup. Raises SetupError."""
+        try:
+            self._receive(START_TIMEOUT_S, _never)
+        except OverLimitError as error:
+            raise SetupError(error) from None
         self._is_ready = True
 
     def _bring_here(self) -> None:
@@ -338,17 +361,20 @@ class _Child:
         core = current_core()
         if core != self._core:
             self._core = core
-            self._keep_to({core})
+            _keep_to(self._process.pid, {core})
 
     def _let_go(self) -> None:
-        """Let the process run on any core, as a request that takes long should."""
-        if self._core is not None:
-            self._core = None
-            self._keep_to(os.sched_getaffinity(0))
+        """Let the process run on any core, as a request that takes long should.
 
-    def _keep_to(self, cores: set[int]) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or the cores were taken away meanwhile
-            os.sched_setaffinity(self._process.pid, cores)
+        The kernel keeps a core for each thread: those that began meanwhile have the first one's.
+        """
+        if self._core is None:
+            return
+        self._core = None
+        cores = os.sched_getaffinity(0)
+        with contextlib.suppress(OSError):  # it has ended
+            for thread_id in os.listdir(f"/proc/{self._process.pid}/task"):
+                _keep_to(int(thread_id), cores)
 
     def _send(self, data: bytes, limit_s: float) -> None:
         """Send a request or the setup. Raises OverLimitError."""
@@ -443,6 +469,12 @@ class _Child:
         """Give up a process that has ended; return what to raise."""
         self.end()
         return DiedError("the process that did it ended: it takes too much memory or time")
+
+
+def _keep_to(thread_id: int, cores: set[int]) -> None:
+    """Let a thread run on these cores only; a process's id is that of its first thread."""
+    with contextlib.suppress(OSError):  # it has ended, or the cores were taken away meanwhile
+        os.sched_setaffinity(thread_id, cores)
 
 
 def _never() -> bool:

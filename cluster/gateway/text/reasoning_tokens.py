@@ -2,8 +2,8 @@
 
 The tags of most formats (`<think>`, `</think>`) are tokens, and then the tokens between them count,
 without the tags. In Harmony, gpt-oss's format, a message has a channel, and the tokens of messages
-in the channel `analysis` count. Where a tag is several tokens, the text of the reasoning is encoded
-at the answer's end.
+in the channel `analysis` count. Where any of the tags is several tokens, or any text by which a
+call ends the reasoning, the text of the reasoning is encoded at the answer's end.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ class ReasoningCounter:
     def __init__(self, tokenizer: ChatTokenizer, rules: ContentRules) -> None:
         self.tokens = 0  #: Tokens of reasoning so far.
         self._tokenizer = tokenizer
-        self._text: list[str] = []  #: Of the reasoning, where its tags are no tokens.
+        self._text: list[str] = []  #: Of the reasoning, where it is encoded at the end.
         token_to_id = tokenizer.tokenizer.token_to_id
         reasoning = rules.reasoning_format
         self._is_harmony = reasoning is HARMONY_REASONING and rules.tool_format is not None
-        self._opening_ids = _ids_of(tokenizer, reasoning.opening + reasoning.special_tokens)
-        # Some models begin a call without the closing tag: then the call ends the reasoning. Only
-        # the first line of what opens a call can be a token.
+        # Some models begin a call without the closing tag: then the call ends the reasoning.
         call_openings = rules.tool_format.ends_reasoning if rules.tool_format is not None else ()
-        tags = (*reasoning.closing, *(opening.partition("\n")[0] for opening in call_openings))
-        self._closing_ids = _ids_of(tokenizer, tags)
-        #: False: the text of the reasoning is encoded at the end.
-        self._counts_ids = self._is_harmony or bool(self._closing_ids)
+        closing = reasoning.closing + call_openings
+        self._opening_ids = _ids_of(tokenizer, reasoning.opening)
+        self._closing_ids = _ids_of(tokenizer, closing)
+        #: False: the text of the reasoning is encoded at the end. One token of a tag of several is
+        #: not enough to know the tag by: `<|channel>` may stand without `thought`.
+        self._counts_ids = all(
+            token_to_id(tag) is not None for tag in (*reasoning.opening, *closing)
+        )
         self._is_inside = rules.initial_state is ContentState.THINKING  #: In reasoning now.
         #: True while reasoning may begin: only white space has come so far.
         self._may_begin = rules.initial_state is ContentState.START

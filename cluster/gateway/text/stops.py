@@ -16,6 +16,8 @@ class StopStringFilter:
         self._keep_stop = keep_stop
         self._longest_stop_chars = max(map(len, stops), default=0)
         self._held_text = ""  #: The end of the text so far, with which a stop string may begin.
+        #: So many of its first characters were passed by: no stop string may end among them.
+        self._passed_chars = 0
         #: The stop string that ended the answer; None until it came.
         self.found_stop: str | None = None
 
@@ -28,14 +30,30 @@ class StopStringFilter:
         text = self._held_text + text
         first_stop = self._find_first_stop(text)
         if first_stop is None:
-            released_chars = len(text) - self._possible_stop_chars(text)
-            self._held_text = text[released_chars:]
-            return text[:released_chars]
+            return self._release(text)
         start, stop = first_stop
         self.found_stop = stop
         self._held_text = ""
         end = start + len(stop) if self._keep_stop else start
         return text[:end]
+
+    def pass_by(self, text: str) -> str:
+        """Take the next text, in which no stop string may end; return what may come out.
+
+        A stop string may begin in it and end in what `feed` takes.
+        """
+        if not self._stops or self.found_stop is not None:
+            return self.feed(text)
+        text = self._held_text + text
+        self._passed_chars = len(text)
+        return self._release(text)
+
+    def _release(self, text: str) -> str:
+        """Hold back the end of a text that may become a stop string; return the rest."""
+        released_chars = len(text) - self._possible_stop_chars(text)
+        self._held_text = text[released_chars:]
+        self._passed_chars = max(0, self._passed_chars - released_chars)
+        return text[:released_chars]
 
     def flush(self) -> str:
         """Return what was held back and, as the answer has ended, became no stop string."""
@@ -48,7 +66,7 @@ class StopStringFilter:
         first_end = len(text) + 1
         first_stop: str | None = None
         for stop in self._stops:  # the longest first, so that it wins among equal ends
-            start = text.find(stop)
+            start = text.find(stop, max(0, self._passed_chars - len(stop) + 1))
             if start >= 0 and start + len(stop) < first_end:
                 first_end = start + len(stop)
                 first_stop = stop

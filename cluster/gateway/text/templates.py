@@ -89,9 +89,9 @@ class ChatTemplates:
         """Return the text of a conversation; without a template (`has`) it is empty.
 
         Raises RefusedError if the template refuses the conversation or fails, or goes beyond a
-        limit; BusyError, which is one, if another try may help. On the thread of an event loop,
-        which must not wait, raises NotAtOnceError if that would take long, or if the text has more
-        than `brief_bytes`.
+        limit. BusyError and SetupError are kinds of it: then another try may help. On the thread of
+        an event loop, which must not wait, raises NotAtOnceError if that would take long, or if the
+        text has more than `brief_bytes`.
         """
         try:
             request = pickle.dumps((tools, variables), protocol=pickle.HIGHEST_PROTOCOL)

@@ -29,7 +29,7 @@ from .formats.registry import (
     find_reasoning_format,
     find_tool_format,
 )
-from .limited import BusyError, RefusedError
+from .limited import BusyError, RefusedError, SetupError
 from .template_reading import TemplateFields
 from .templates import ChatTemplates
 
@@ -217,9 +217,9 @@ class ChatTokenizer:
 
         A long conversation takes seconds. `template_arguments` are further variables of the
         template. `add_special_tokens`: with what the tokenizer puts around a text, though templates
-        have it already. Raises ApiError if the template refuses the conversation, or takes long
-        while others wait. On the thread of an event loop, NotAtOnceError says that another thread
-        has to do it.
+        have it already. Raises ApiError if the template refuses the conversation, takes long while
+        others wait, or no process gets ready to render it. On the thread of an event loop,
+        NotAtOnceError says that another thread has to do it.
         """
         has_tools = bool(tools)
         if not self._templates.has(tools=has_tools):
@@ -244,6 +244,10 @@ class ChatTokenizer:
             )
         except BusyError as error:
             message = f"this conversation was not rendered: {error}"
+            raise ApiError("no_capacity", message) from None
+        except SetupError as error:
+            log.warning("no process that renders conversations got ready: %s", error)
+            message = "this conversation was not rendered: no process got ready for it"
             raise ApiError("no_capacity", message) from None
         except RefusedError as error:
             cause = " ".join(str(error).split())[:TEMPLATE_ERROR_CHARS_MAX]

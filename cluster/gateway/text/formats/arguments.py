@@ -23,8 +23,10 @@ _TYPE_NAMES: dict[type, set[str]] = {
 }
 #: Python's constants, which models write where JSON has its own.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-#: A string in a literal of Python or JSON; its first group is the quotes that open it.
-_STRING = re.compile(r"""("{3}|'{3}|"|')(?:\\.|(?!\1)[^\\])*+\1""", re.DOTALL)
+#: A string in a literal of Python or JSON. Its first group is the quotes that open it, its second one
+#: those that close it. A string without its end goes up to the end of the text, so that no text is
+#: looked at twice.
+_STRING = re.compile(r"""("{3}|'{3}|"|')(?:\\.|(?!\1)[^\\])*+(\1|\\?\Z)""", re.DOTALL)
 _ESCAPE_OR_LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)
 _ESCAPED_LINE_BREAKS = {"\n": r"\n", "\r": r"\r"}
 
@@ -130,10 +132,12 @@ def _with_escaped_line_breaks(string: re.Match[str]) -> str:
     """Return a string of a literal with its line breaks escaped, where they could not be read.
 
     A line break may stand between three quotes, and behind a backslash. A string with a prefix, as
-    in `r"a"`, is left as it is: an escape may mean something else in such a string.
+    in `r"a"`, is left as it is: an escape may mean something else in such a string. So is one
+    without its end, with which the text is no literal at all.
     """
+    has_end = string[2] == string[1]
     has_prefix = string.start() > 0 and string.string[string.start() - 1].isalpha()
-    if has_prefix or len(string[1]) > 1:
+    if has_prefix or not has_end or len(string[1]) > 1:
         return string.group()
     return _ESCAPE_OR_LINE_BREAK.sub(
         lambda found: _ESCAPED_LINE_BREAKS.get(found.group(), found.group()), string.group()

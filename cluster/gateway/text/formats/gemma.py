@@ -120,15 +120,22 @@ def _write_string(reader: AnswerReader, quote: Markers) -> Reading[bool]:
             return False
 
 
-_JSON_STRING_END = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
+#: The text of a JSON string. It ends in front of the quotes that end the string, and of a backslash
+#: whose character has not come.
+_JSON_STRING_TEXT = re.compile(r'(?:[^"\\]++|\\.)*+', re.DOTALL)
 
 
 def _write_json_string(reader: AnswerReader) -> Reading[bool]:
-    """Write a string of JSON as it is, once its end is there. Return False without its end."""
+    """Write a string of JSON as it is, as it comes. Return False without its end.
+
+    Each piece leaves the buffer at once, so that a long string is looked at only once.
+    """
+    reader.add_arguments(reader.take(1))  # the quotes that open it
     while True:
-        found = _JSON_STRING_END.match(reader.buffer)
-        if found is not None:
-            reader.add_arguments(reader.take(found.end()))
+        found = _JSON_STRING_TEXT.match(reader.buffer)
+        reader.add_arguments(reader.take(found.end() if found else 0))
+        if reader.buffer.startswith('"'):
+            reader.add_arguments(reader.take(1))
             return True
         if not (yield from reader.more()):
             reader.add_arguments(reader.take_all())
@@ -140,9 +147,10 @@ def _write_bare(reader: AnswerReader) -> Reading[None]:
 
     Answers have constants and numbers of JSON or of Python. Any other scalar becomes a string.
     """
+    end = 0  # of the bare text in the buffer, as far as it was looked at
     while True:
-        found = _BARE.match(reader.buffer)
-        end = found.end() if found else 0
+        found = _BARE.match(reader.buffer, end)
+        end = found.end() if found else end
         if end < len(reader.buffer):
             break
         if not (yield from reader.more()):

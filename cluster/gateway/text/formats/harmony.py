@@ -105,7 +105,7 @@ def _read_call(reader: AnswerReader, recipient: str, opening: str) -> Reading[st
         text = text.strip()
         if reader.has_arguments:
             reader.add_stray(text)
-        else:
+        elif text or marker or not reader.is_cut:
             reader.add_arguments(text or "{}")  # an empty body: the call has no arguments
     reader.end_call(is_cut=not has_ended or (not marker and reader.is_cut))
     return marker

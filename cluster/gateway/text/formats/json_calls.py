@@ -146,7 +146,7 @@ def _call_of(value: object) -> ToolCall | None:
     try:
         arguments_text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         arguments_text.encode()  # fails for half a surrogate pair, which no client could be sent
-    except ValueError:
+    except (ValueError, RecursionError):  # Python writes less deeply nested objects than it reads
         return None
     return ToolCall(value["name"], arguments_text)
 
@@ -264,7 +264,7 @@ def read_llama3(reader: AnswerReader) -> Reading[None]:
         python_tag = yield from reader.release_until(_PYTHON_TAG, PartKind.CONTENT)
         space = ""
     if python_tag:
-        yield from reader.skip_space()
+        python_tag += yield from reader.skip_space()
     yield from read_objects(reader, opening=space + python_tag, separators="; \t\r\n")
 
 

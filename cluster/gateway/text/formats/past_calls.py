@@ -1,9 +1,9 @@
 """Makes earlier calls of a conversation what the chat templates of some families expect.
 
 The functions change the given messages in place, before a template renders them; beside that they
-are pure. Each takes the messages and the template's text. The calls stand in
-`tool_calls` of a message, with their arguments as objects and the ids that the gateway, or another
-server, gave them. A result names its call in `tool_call_id`.
+are pure. Each takes the messages and the template's text. The calls stand in `tool_calls` of a
+message, with their arguments as objects and the ids that the gateway, or another server, gave them.
+A result names its call in `tool_call_id`.
 """
 
 from __future__ import annotations

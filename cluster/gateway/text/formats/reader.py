@@ -81,8 +81,11 @@ class AnswerReader:
         self.flaws: list[CallFlaw] = []
         self._strips_start = strips_start
         #: True from the start, and from each marker, until `_strip_section_start` has met text
-        #: behind white space that it may drop, or `begin_content` has said that none may be dropped.
+        #: behind white space that it may drop, or `begin_content` or `add_unread` has said that none
+        #: may be dropped.
         self._at_section_start = True
+        #: White space in front of the last marker of content: content, too, if no call follows.
+        self._space_before_marker = ""
         self._one_call_only = one_call_only
         self._leaves_call_out = False  #: True if the call under way does not come out.
         self._arguments: list[str] = []  #: Pieces of the arguments of the call under way.
@@ -150,23 +153,37 @@ class AnswerReader:
     def release_until(self, markers: Markers, kind: PartKind) -> Reading[str]:
         """Add the text up to a marker to the parts as it comes; return the marker.
 
-        White space in front of a marker is no part, and behind one only where
-        `_strip_section_start` says so. Without a marker, all text up to the end of the answer comes
-        out (but for mere white space behind a call), and the marker is empty.
+        White space in front of a marker is no part, unless `add_unread` says that the marker is
+        content, and behind one only where `_strip_section_start` says so. Without a marker, all
+        text up to the end of the answer comes out (but for mere white space behind a call), and the
+        marker is empty.
         """
         while True:
             self._strip_section_start(kind)
             found = markers.find(self.buffer)
             if found is not None:
-                self.add(kind, self.take(found.start()).rstrip())
+                space = self.take(found.start() - self._release_certain(kind, found.start()))
+                if kind == PartKind.CONTENT:
+                    self._space_before_marker += space
+                else:
+                    self._space_before_marker = ""
                 self._at_section_start = True
                 return self.take(len(found.group()))
-            possible_chars = markers.possible_chars(self.buffer)
-            released = self.buffer[: len(self.buffer) - possible_chars].rstrip()
-            self.add(kind, self.take(len(released)))
+            self._release_certain(kind, len(self.buffer) - markers.possible_chars(self.buffer))
             if not (yield from self.more()):
                 self.release_rest(kind)
                 return ""
+
+    def _release_certain(self, kind: PartKind, chars: int) -> int:
+        """Add the first `chars` characters of the buffer, but for white space at their end.
+
+        Return how many were added.
+        """
+        released_chars = len(self.buffer[:chars].rstrip())
+        if released_chars:
+            self.add(kind, self.take(released_chars))
+            self._space_before_marker = ""  # it stood in front of an earlier marker
+        return released_chars
 
     def begin_content(self, text: str) -> None:
         """Put text back that was looked at and is content; its leading white space is kept."""
@@ -208,16 +225,22 @@ class AnswerReader:
             self.parts.append(ContentPart(kind, text))
 
     def add_unread(self, text: str) -> None:
-        """Add what looked like a call, and cannot be read, as content."""
+        """Add what looked like a call, and cannot be read, as content.
+
+        White space around it is content, too.
+        """
         if text.strip():
             self.flaws.append(CallFlaw.UNREAD)
-            self.add(PartKind.CONTENT, text)
+            self.add(PartKind.CONTENT, self._space_before_marker + text)
+            self._space_before_marker = ""
+            self._at_section_start = False
 
     # ---- calls -----------------------------------------------------------------------------------
 
     def begin_call(self, name: str) -> None:
         """Add the part that announces a call; a call that is left out has no parts."""
         self._arguments = []
+        self._space_before_marker = ""
         self._leaves_call_out = self._one_call_only and self.calls > 0
         if not self._leaves_call_out:
             self.calls += 1

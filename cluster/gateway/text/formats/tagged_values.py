@@ -2,8 +2,8 @@
 
 - Qwen 3 Coder, Qwen 3.5: `<function=NAME>`, `<parameter=KEY>` value `</parameter>`, in
   `<tool_call>` or without it.
-- GLM 4.5 and later: `<tool_call>NAME`, `<arg_key>KEY</arg_key>`, `<arg_value>` value
-`</arg_value>`.
+- GLM 4.5 and later: `<tool_call>NAME`, `<arg_key>KEY</arg_key>`, and `<arg_value>` value
+  `</arg_value>`.
 - DeepSeek V3.2 and later: `<｜DSML｜invoke name="NAME">`, and
   `<｜DSML｜parameter name="KEY" string="true">` value `</｜DSML｜parameter>`.
 
@@ -159,8 +159,9 @@ class _ValueReader:
 
 # ---- Qwen ------------------------------------------------------------------------------------
 
-_QWEN_OPENING = Markers(CALL_OPEN, "<function=")
-_QWEN_NAME_END = Markers(">", "\n", CALL_CLOSE)
+_QWEN_OPENINGS = (CALL_OPEN, "<function=")
+_QWEN_OPENING = Markers(*_QWEN_OPENINGS)
+_QWEN_NAME_END = Markers(">", "\n", CALL_CLOSE, *_QWEN_OPENINGS)
 _QWEN_CLOSING = Markers(CALL_CLOSE)
 
 
@@ -176,20 +177,43 @@ def read_qwen_xml(reader: AnswerReader) -> Reading[None]:
                 continue
             opening += function
         name, end = yield from reader.hold_until(_QWEN_NAME_END)
-        opening += name + end
-        if end != ">" or name.strip() not in reader.function_names:
-            yield from _read_other_block(reader, opening)
+        if end in _QWEN_OPENINGS:  # another call may begin there
+            reader.buffer = end + reader.buffer
+            _release_opening(reader, opening + name)
             continue
-        yield from _read_fields(reader, name.strip(), QWEN, _read_qwen_key)
-        yield from reader.skip_space()
-        yield from reader.takes(CALL_CLOSE)
+        opening += name + end
+        if end == ">" and name.strip() in reader.function_names:
+            yield from _read_fields(reader, name.strip(), QWEN, _read_qwen_key)
+            yield from reader.skip_space()
+            yield from _take_call_close(reader)
+        elif marker == CALL_OPEN:
+            yield from _read_other_block(reader, opening)
+        else:  # nothing says where it ends, and a call may stand behind it
+            _release_opening(reader, opening)
+
+
+def _release_opening(reader: AnswerReader, text: str) -> None:
+    """Add text that began like a call, and is none, as content.
+
+    White space at its end goes back: it is content unless the marker of a call comes next.
+    """
+    content = text.rstrip()
+    reader.buffer = text[len(content) :] + reader.buffer
+    reader.add_unread(content)
+
+
+def _take_call_close(reader: AnswerReader) -> Reading[None]:
+    """Take `</tool_call>` behind a call, if it comes next; of an answer that is cut, a part of it."""
+    found = yield from reader.takes(CALL_CLOSE)
+    if not found and reader.is_cut and CALL_CLOSE.startswith(reader.buffer):
+        reader.take_all()
 
 
 def _read_other_block(reader: AnswerReader, opening: str) -> Reading[None]:
     """Read up to `</tool_call>` what is no call of one of the functions in this format.
 
-    `opening` is the text of the block so far. A call as a JSON object, which Hermes's format has in
-    this tag, is a call; all else is content.
+    `opening` is the text of the block so far. If it is `<tool_call>` alone, which only Qwen's
+    reader passes, a JSON object behind it is a call, as in Hermes's format; all else is content.
     """
     if opening.endswith(CALL_CLOSE):
         reader.add_unread(opening)
@@ -246,13 +270,24 @@ def _read_fields(
                 reader.end_call(is_cut=True)
                 return
             break  # the model ended by itself, and left the last tags out: the call is whole
-        stray_text, marker = yield from reader.hold_until(Markers(*style.field_ends))
+        stray_text, marker = yield from _hold_stray_text(reader, Markers(*style.field_ends))
         reader.add_stray(stray_text)
         reader.buffer = marker + reader.buffer
         if marker == CALL_CLOSE != style.fields_closing:
             break  # Qwen's `</function>` is missing; the caller takes this tag
     writer.end()
     reader.end_call()
+
+
+def _hold_stray_text(reader: AnswerReader, tags: Markers) -> Reading[tuple[str, str]]:
+    """Take the text up to the next of a call's tags; return both, as `hold_until` does.
+
+    The beginning of a tag, at the end of an answer that is cut, is left out.
+    """
+    text, tag = yield from reader.hold_until(tags)
+    if not tag and reader.is_cut:
+        text = text[: len(text) - tags.possible_chars(text)]
+    return text, tag
 
 
 # ---- GLM -------------------------------------------------------------------------------------
@@ -303,7 +338,7 @@ def read_deepseek_dsml(reader: AnswerReader) -> Reading[None]:
     """
     while (yield from reader.release_until(_DSML_OPENING, PartKind.CONTENT)):
         while True:
-            stray_text, marker = yield from reader.hold_until(_DSML_CALLS_END)
+            stray_text, marker = yield from _hold_stray_text(reader, _DSML_CALLS_END)
             reader.add_unread(stray_text)
             if marker not in _DSML_INVOKE:
                 break

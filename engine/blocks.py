@@ -17,7 +17,9 @@ it, and of a long prompt they look up only some. A mark is reported as stored wi
 that has it, and as evicted with the last.
 
 Demotion: when the pool runs low, tiers (host memory, disk) copy cached blocks before these are
-evicted. A block that a tier copies is pinned, so that nobody overwrites it meanwhile.
+evicted. A block that a tier copies is pinned, so that nobody overwrites it meanwhile. The tiers do
+not say when they drop a copy, so a block that was used since is offered to them again: they copy
+nothing if they still have it.
 """
 
 from __future__ import annotations
@@ -30,14 +32,28 @@ from itertools import islice
 class Block:
     """One block: how often it is used, and what it holds."""
 
-    __slots__ = ("content", "in_tier", "marks", "next", "number", "previous", "references")
+    __slots__ = (
+        "content",
+        "in_tier",
+        "marks",
+        "next",
+        "number",
+        "previous",
+        "references",
+        "refused_at",
+    )
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.references = 0  #: how often it is referenced; 0: it is free or cached
         self.content: bytes | None = None  #: once that is published
         self.marks: Sequence[bytes] = ()  #: of its content
-        self.in_tier = False  #: a tier has its content too
+        #: A tier copied its content while it was cached, and it was not used since. The tier may
+        #: have dropped the copy in the meantime.
+        self.in_tier = False
+        #: How many blocks the tiers had copied when they refused this one; None: they did not
+        #: refuse it since it was used last.
+        self.refused_at: int | None = None
         #: its neighbours in the `EvictionOrder`, while it is cached; the block itself, otherwise
         self.previous: Block = self
         self.next: Block = self
@@ -48,19 +64,36 @@ class EvictionOrder:
 
     def __init__(self, block_0: Block) -> None:
         self._block_0 = block_0
+        #: Where a block comes back to from a demotion: behind this one, or in front if it is block
+        #: 0. It is the last that came back, or stood before the first that was pinned.
+        self._resume_behind = block_0
         self._count = 0
 
     def append(self, block: Block) -> None:
         """Puts a block at the end: it is evicted last."""
         self._insert(block, behind=self._block_0.previous)
 
-    def prepend(self, block: Block) -> None:
-        """Puts a block in front: it is evicted first."""
-        self._insert(block, behind=self._block_0)
+    def begin_demotion(self, first: Block) -> None:
+        """Blocks are about to be taken out, of which `first` would be evicted first.
+
+        `put_back` puts them to where `first` stands now.
+        """
+        assert first.next is not first, first.number
+        self._resume_behind = first.previous
+
+    def put_back(self, block: Block) -> None:
+        """Puts a block back that was taken out for a demotion.
+
+        The blocks that came back before it are evicted before it, as they were to be.
+        """
+        self._insert(block, behind=self._resume_behind)
+        self._resume_behind = block
 
     def remove(self, block: Block) -> None:
         """Takes a block out, which is in it."""
         assert block.next is not block, block.number
+        if block is self._resume_behind:
+            self._resume_behind = block.previous
         block.previous.next = block.next
         block.next.previous = block.previous
         block.previous = block
@@ -104,6 +137,7 @@ class BlockPool:
         self._published: dict[bytes, Block] = {}  #: by content; used or cached
         self._mark_counts: dict[bytes, int] = {}  #: how many published contents have each mark
         self._demoting: dict[int, bytes] = {}  #: used blocks that are pinned until a tier has them
+        self._copied_blocks = 0  #: how many of them the tiers have copied since the start
         self.stored_marks: list[bytes] = []  #: since the last `drain_events`
         self.evicted_marks: list[bytes] = []  #: since the last `drain_events`
 
@@ -200,6 +234,8 @@ class BlockPool:
                 break
             if not block.references:
                 self._cached.remove(block)
+                block.in_tier = False
+                block.refused_at = None
             block.references += 1
             numbers.append(block.number)
         return numbers
@@ -237,6 +273,7 @@ class BlockPool:
         block.content = None
         block.marks = ()
         block.in_tier = False
+        block.refused_at = None
 
     # ---- what routers are told ---------------------------------------------------------------
 
@@ -284,15 +321,20 @@ class BlockPool:
     # ---- tiers -------------------------------------------------------------------------------
 
     def pin_for_demotion(self, limit: int) -> list[tuple[int, bytes]]:
-        """Pins cached blocks that no tier has, next to be evicted, so that a tier can copy them.
+        """Pins cached blocks, next to be evicted, so that a tier can copy them.
+
+        Blocks that a tier has copied, and that were not used since, are left out. So are those that
+        the tiers have refused, until these copy a block again or the block is used.
 
         At most `limit` blocks are pinned at a time. Returns (block, content) of the new ones; the
         caller must `finish_demotion` of each.
         """
-        room = limit - len(self._demoting)
-        unsaved = (block for block in self._cached if not block.in_tier)
+        room = max(limit - len(self._demoting), 0)
+        unsaved = list(islice(filter(self._may_be_offered, self._cached), room))
+        if unsaved:
+            self._cached.begin_demotion(unsaved[0])
         chosen: list[tuple[int, bytes]] = []
-        for block in list(islice(unsaved, max(room, 0))):
+        for block in unsaved:
             assert block.content is not None, block.number
             self._cached.remove(block)
             block.references = 1
@@ -300,17 +342,30 @@ class BlockPool:
             chosen.append((block.number, block.content))
         return chosen
 
+    def _may_be_offered(self, block: Block) -> bool:
+        # A refused block is not offered at once again: the tiers may be overloaded, or have ended,
+        # and an idle worker would do nothing else.
+        return not block.in_tier and block.refused_at != self._copied_blocks
+
     def finish_demotion(self, number: int, copied: bool) -> None:
-        """Unpins a block, which a tier has `copied` or not: it is the first to be evicted again."""
+        """Unpins a block, which a tier has `copied` or not.
+
+        It is evicted where it would have been without the demotion: before blocks that were behind
+        it, and behind those that came back before it. A block that is used meanwhile stays used.
+        """
         content = self._demoting.pop(number)
+        self._copied_blocks += copied
         block = self._blocks[number]
-        # its content may have been unpublished in the meantime
-        if copied and block.content == content:
-            block.in_tier = True
-        self.release([number])
-        if block.content is not None and not block.references:
-            self._cached.remove(block)
-            self._cached.prepend(block)
+        block.references -= 1
+        if block.references:
+            return
+        if block.content is None:  # it was unpublished in the meantime
+            self._free.append(block)
+            return
+        if block.content == content:  # else it was unpublished, and holds something else since
+            block.in_tier = copied
+            block.refused_at = None if copied else self._copied_blocks
+        self._cached.put_back(block)
 
     def validate(self) -> None:
         """Checks that every block is in exactly one place. For tests and after failures."""

@@ -76,10 +76,11 @@ def join_process_group(
     """Connects this process with the other ranks, which call this too. Waits for them.
 
     `library`: gloo or nccl. `device`: the GPU that NCCL binds this rank to; None for gloo. Gloo
-    asks nobody for a secret, and all ranks are on one node, so it listens on loopback.
+    asks nobody for a secret, and all ranks are on one node, so it listens on loopback, whatever
+    the environment says.
     """
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         library,
         store=store,

@@ -3,9 +3,9 @@
 `LoadBlocks` and `BlocksLoaded` are for the tiers below the pool, which are no part of that thread.
 
 A block is KV of a fixed number of tokens, named by its index in the engine's pool. A content hash
-names what a block holds: all tokens of the prompt up to the block's end. An attempt's key names
-its sequences, and the blocks that are reserved for them. All that is about one attempt carries it;
-demotions and observations are about the whole pool and have none.
+names what a block holds. It is made of all tokens of the prompt up to the block's end. An attempt's
+key names its sequences, and the blocks that are reserved for them. All that is about one attempt
+carries it; demotions and observations are about the whole pool and have none.
 
 Life of a prompt that is computed here: `AddSequence`, then `SequenceOutput` for each token, and
 `ReleaseSequence` when its blocks are not needed any more. Life of a prompt that was computed
@@ -88,7 +88,7 @@ class StagePrefix:
 
     attempt_key: AttemptKey  #: What the blocks are reserved under, and released by.
     hashes: list[bytes]  #: The prefix's content hashes, one a block.
-    #: How many of the prefix's blocks a peer is said to hold, from the first one on.
+    #: So many leading blocks may come from a peer; nobody knows how many it holds.
     peer_blocks: int = 0
     #: True: no blocks are reserved; those that hold the prefix already are pinned, so that they can
     #: be sent to a peer.

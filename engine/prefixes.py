@@ -7,7 +7,9 @@ of KV between two workers: the receiver offers blocks, the sender pushes into th
 Life of a fetch, before a prompt is computed:
     staging   `StagePrefix` asks the engine for blocks, for the part of the prefix that the pool
               lacks and that a tier or the peer is said to hold.
-    coming    `LoadBlocks` from the tiers, or `OfferBlocks` to the peer: a ticket like any other.
+    coming    `LoadBlocks` from the tiers if they hold a part. `OfferBlocks` to the peer for what is
+              missing then: a ticket like any other. What the tiers brought is cached before that,
+              and the prefix is staged again, so that a failed ticket takes nothing of it away.
     over      What came is cached by `CachePrefix`, where `AddSequence` finds it. If the transfer
               failed, the prompt is computed at once; its blocks wait until no write can land.
 
@@ -67,6 +69,10 @@ class PrefixFetch:
     sequence: Sequence | None  #: None once the prompt waits no more.
     hashes: list[bytes]  #: Content hashes of the prefix's blocks, those that are held here too.
     peer: str | None  #: The worker that is said to hold the prefix; None: only tiers are.
+    #: The tokens and the partition of `StagePrefix`, for staging the prefix again.
+    token_ids: tuple[int, ...]
+    cache_partition: bytes
+    tiers_asked: bool = False  #: The tiers have loaded what they could.
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +134,10 @@ class PrefixExchange:
         if not hashes or not (peer or has_tiers):
             return [AddSequence(sequence)]
         key = _marked(sequence.attempt_key, FETCH_MARK)
-        self.fetches[key] = PrefixFetch(sequence, hashes, peer)
-        stage = StagePrefix(
-            key,
-            hashes,
-            peer_blocks=len(hashes) if peer else 0,
-            token_ids=tuple(sequence.token_ids[: len(hashes) * self.block_tokens]),
-            cache_partition=sequence.cache_partition,
-        )
-        return [stage]
+        token_ids = tuple(sequence.token_ids[: len(hashes) * self.block_tokens])
+        fetch = PrefixFetch(sequence, hashes, peer, token_ids, sequence.cache_partition)
+        self.fetches[key] = fetch
+        return [_stage_fetch(key, fetch)]
 
     def begin_probe(self, attempt_key: AttemptKey, peer: str, tokens: int) -> list[PrefixAction]:
         """Moves blocks for `tokens` tokens here from `peer`.
@@ -179,7 +180,7 @@ class PrefixExchange:
             case PrefixStaged():
                 return self._handle_staged(event)
             case BlocksLoaded(key, block_count):
-                return self._end_fetch(key, block_count)
+                return self._handle_loaded(key, block_count)
             case BlocksArrived(ticket_id, _, tokens, busy_s):
                 key = attempt_key_of(ticket_id)
                 if key in self.probes:
@@ -212,14 +213,16 @@ class PrefixExchange:
     # ---- fetches ---------------------------------------------------------------------------------
 
     def _fetch(self, key: AttemptKey, staged: PrefixStaged) -> list[PrefixAction]:
-        """Loads the staged blocks from the tiers, or from the peer if it holds more."""
+        """Loads what the tiers hold of the staged blocks, else asks the peer for what is missing."""
         fetch = self.fetches[key]
         if fetch.sequence is None or not staged.blocks:
             return self._end_fetch(key, 0)
         held_blocks = staged.held_blocks
         tier_end = held_blocks + staged.tier_blocks
-        # Blocks were staged for the tiers' part or the peer's, whichever reaches further.
-        if fetch.peer is None or tier_end >= len(staged.blocks):
+        # Without a peer, blocks were staged for the tiers' part alone. A peer may hold nothing of
+        # the prefix any more, so what the own tiers hold is not asked of it.
+        if fetch.peer is None or (staged.tier_blocks and not fetch.tiers_asked):
+            fetch.tiers_asked = True
             hashes = fetch.hashes[held_blocks:tier_end]
             return [LoadBlocks(key, held_blocks, hashes, staged.blocks[held_blocks:tier_end])]
         offer = OfferBlocks(
@@ -231,6 +234,14 @@ class PrefixExchange:
             hashes=tuple(fetch.hashes),
         )
         return [offer]
+
+    def _handle_loaded(self, key: AttemptKey, block_count: int) -> list[PrefixAction]:
+        """Ends a fetch that has all or knows no peer; else goes on to the peer with the rest."""
+        fetch = self.fetches[key]
+        is_whole = block_count >= len(fetch.hashes)
+        if fetch.sequence is None or fetch.peer is None or is_whole:
+            return self._end_fetch(key, block_count)
+        return [CachePrefix(key, block_count), _stage_fetch(key, fetch)]
 
     def _end_fetch(self, key: AttemptKey, block_count: int) -> list[PrefixAction]:
         """Caches the first `block_count` staged blocks, which hold the prefix; adds the sequence."""
@@ -312,6 +323,17 @@ def is_prefix_ticket(ticket_id: str) -> bool:
     """Returns whether a ticket moves a prefix or a probe, and not the KV of an attempt."""
     request_id = ticket_id.rpartition("#")[0]
     return request_id.endswith((FETCH_MARK, SERVE_MARK))
+
+
+def _stage_fetch(key: AttemptKey, fetch: PrefixFetch) -> StagePrefix:
+    """Returns the command that asks the engine for a fetch's blocks."""
+    return StagePrefix(
+        key,
+        fetch.hashes,
+        peer_blocks=len(fetch.hashes) if fetch.peer else 0,
+        token_ids=fetch.token_ids,
+        cache_partition=fetch.cache_partition,
+    )
 
 
 def _probe_hash(tokens: int) -> bytes:

@@ -20,6 +20,8 @@ The other end is `rank_follower.py`.
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import struct
 import subprocess
@@ -158,6 +160,8 @@ class RankProcesses:
             pass_fds=(theirs.fileno(),),
         )
         theirs.close()
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)  # `_send` waits by itself
         self.processes.append(process)
         self.control_sockets.append(ours)
         _send(process, msgspec.msgpack.encode(assignment, enc_hook=_encode_path))
@@ -243,12 +247,29 @@ def report_point(store: dist.Store, rank: int, point: str) -> None:
 
 
 def _send(process: subprocess.Popen, data: bytes) -> None:
+    """Sends a message to a rank. Raises RankLost if the rank ended, or reads nothing any more.
+
+    The pipe takes 64 KiB at once. A rank that is frozen reads none of the rest, so this waits no
+    longer than a collective would.
+    """
     assert process.stdin is not None
-    try:
-        process.stdin.write(LENGTH.pack(len(data)) + data)
-        process.stdin.flush()
-    except OSError:
-        raise RankLost(f"rank process {process.pid} of this replica ended") from None
+    pipe = process.stdin.fileno()
+    rest = memoryview(LENGTH.pack(len(data)) + data)
+    timeout_s = COLLECTIVE_TIMEOUT.total_seconds()
+    deadline_s = time.monotonic() + timeout_s
+    poller = select.poll()
+    poller.register(pipe, select.POLLOUT)
+    while rest:
+        try:
+            rest = rest[os.write(pipe, rest) :]
+        except BlockingIOError:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0 or not poller.poll(remaining_s * 1000):
+                raise RankLost(
+                    f"rank process {process.pid} of this replica reads nothing for {timeout_s:.0f} s"
+                ) from None
+        except OSError:
+            raise RankLost(f"rank process {process.pid} of this replica ended") from None
 
 
 def read_messages(stream: BinaryIO) -> Iterator[bytes]:

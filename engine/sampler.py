@@ -48,7 +48,8 @@ ORDER_KEEPING = frozenset(
     }
 )
 #: Parameters that a GPU's sampler honours (`gpu.slots`); a request with any other one is drawn for
-#: by the host. Those of `CUTTING` stand here by name: one that is added there is not known to a GPU.
+#: by the host. The names of `CUTTING` are repeated here on purpose: one that is added to `CUTTING`
+#: is drawn by the host until a GPU's sampler knows it.
 DEVICE_PARAMETERS = (ORDER_KEEPING - set(CUTTING)) | {
     "top_k",
     "top_p",

@@ -70,12 +70,11 @@ GRAPHS_REFUSED: Final = (
     "engine.vllm.enforce_eager can only be true: compiled graphs skip the calls by which layers "
     "tell that their KV is complete"
 )
-#: Arguments that change neither weights nor what is computed, so that peers may differ in them.
+#: Arguments that peers may differ in: they change neither the weights nor what is computed.
 NEUTRAL_ARGUMENTS: Final = frozenset(
     {
         "served_model_name",
         "download_dir",
-        "load_format",
         "use_tqdm_on_load",
         "max_parallel_loading_workers",
         "safetensors_load_strategy",
@@ -87,6 +86,18 @@ NEUTRAL_ARGUMENTS: Final = frozenset(
         "log_level",
     }
 )
+
+
+#: Ways to read the same weights. Any other `load_format` may give other ones: `dummy` makes them
+#: up.
+NEUTRAL_LOAD_FORMATS: Final = frozenset({"auto", "safetensors", "pt"})
+
+
+def is_neutral(name: str, value: Any) -> bool:
+    """Returns whether peers may differ in an argument that has this value here."""
+    if name == "load_format":
+        return value is None or value in NEUTRAL_LOAD_FORMATS
+    return name in NEUTRAL_ARGUMENTS
 
 
 def find_refusal(arguments: Mapping[str, Any]) -> str | None:

@@ -18,7 +18,7 @@ import torch
 from ...kv_transfer import KVLayout
 from ...kv_transfer.digests import Digester
 from ..errors import UnsupportedModel
-from .arguments import NEUTRAL_ARGUMENTS
+from .arguments import is_neutral
 
 
 class VllmPool:
@@ -105,7 +105,9 @@ def describe_format(
     count; any other may change what is in a block. Both ends must have blocks of one size too:
     vLLM's cannot be cut by tokens.
     """
-    counted = {name: arguments[name] for name in sorted(arguments.keys() - NEUTRAL_ARGUMENTS)}
+    counted = {
+        name: value for name, value in sorted(arguments.items()) if not is_neutral(name, value)
+    }
     return {
         "engine": "vllm",
         "model": model.hex(),

@@ -69,8 +69,9 @@ class PrefixBlocks:
         """Stages a prefix if a peer may bring more of it than the pool holds, or `pin_only` asks.
 
         What the pool holds is pinned, and new blocks are taken for what the peer may bring; with
-        `pin_only` none are taken. Nothing is pinned or taken if fewer than `reserve_blocks` free
-        blocks would be left to answers that grow, or if the command's key has blocks already.
+        `pin_only` none are taken. Nothing is pinned or taken if that would leave fewer than
+        `reserve_blocks` free blocks to answers that grow, or if the command's key has blocks
+        already. Blocks that somebody uses are pinned at no cost to the free ones.
         """
         cached = self._cached_blocks(command.hashes)
         held_blocks = len(cached)
@@ -82,11 +83,12 @@ class PrefixBlocks:
             staged_blocks = command.peer_blocks
         if not staged_blocks or command.attempt_key in self.staged:
             return nothing
-        self._block_pool.touch(cached)
         missing = staged_blocks - held_blocks
-        if missing > self._block_pool.get_num_free_blocks() - reserve_blocks:
-            self.unpin(cached)
+        # vLLM counts cached blocks that nobody uses as free, until they are pinned.
+        taken = missing + sum(block.ref_cnt == 0 for block in cached)
+        if taken and taken > self._block_pool.get_num_free_blocks() - reserve_blocks:
             return nothing
+        self._block_pool.touch(cached)
         blocks = list(cached)
         if missing:
             blocks += self._block_pool.get_new_blocks(missing)

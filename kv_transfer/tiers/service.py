@@ -76,8 +76,8 @@ class TieredStore:
     called once, on the tiers' thread, and must not block. `compatibility` is 16 bytes
     (`KVLayout.compatibility`): blocks stored under another value are never returned. `folder` is
     where the disk's file goes; None: there is no disk tier. `clock` times the disk's retries.
-    Raises OSError when the memory cannot be reserved; nothing else raises, a block is a miss
-    instead.
+    Raises ValueError when the memory is smaller than a block, and OSError when it cannot be
+    reserved; nothing else raises, a block is a miss instead.
     """
 
     def __init__(
@@ -93,6 +93,11 @@ class TieredStore:
         self._compatibility = compatibility
         self._folder = folder
         self._clock = clock
+        if limits.memory_bytes < block_bytes:
+            raise ValueError(
+                f"the memory tier has {limits.memory_bytes} bytes, and a block of KV {block_bytes}: "
+                f"kv_tiers.memory_mib must be at least {-(-block_bytes // (1 << 20))}"
+            )
         self._memory = MemoryStore(limits.memory_bytes // block_bytes, block_bytes)
         self._index = TierIndex(self._memory.slots)
         self._disk: DiskStore | None = None  #: None while there is none; the tiers' thread's own
@@ -164,6 +169,11 @@ class TieredStore:
             self._loads.append(LoadRequest(list(pairs), done, pinned))
             self._count_request(size)
         return True
+
+    @property
+    def is_open(self) -> bool:
+        """False from `close` on, and once the thread has failed: every request is refused then."""
+        return self._open
 
     def statistics(self) -> dict[str, Any]:
         """Blocks and bytes by tier, look-ups, deliveries, evictions, faults by reason.

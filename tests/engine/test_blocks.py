@@ -101,6 +101,87 @@ def test_a_prefix_evicted_and_stored_again_between_two_reports_is_held() -> None
     assert CONTENT[0] in stored and CONTENT[0] not in evicted
 
 
+def cached_prefix(pool: BlockPool, count: int) -> list[int]:
+    """Caches a prefix of `count` blocks; returns them, its head first."""
+    blocks = pool.allocate(count) or []
+    for block, content in zip(blocks, CONTENT, strict=False):
+        pool.publish(block, content)
+    pool.release(blocks)
+    return blocks
+
+
+def demote(pool: BlockPool, limit: int, copied: bool = True) -> list[int]:
+    """Has the tiers take, or refuse, the next `limit` blocks; returns these."""
+    pinned = [block for block, _ in pool.pin_for_demotion(limit)]
+    for block in pinned:
+        pool.finish_demotion(block, copied)
+    return pinned
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_blocks_that_tiers_have_are_evicted_in_the_order_of_before(limit: int) -> None:
+    pool = BlockPool(5)
+    prefix = cached_prefix(pool, 4)
+    demoted = [block for _ in range(4) for block in demote(pool, limit)]
+    assert demoted == prefix[::-1], "the tail is offered first"
+    assert pool.allocate(4) == prefix[::-1], "a prefix's tail is evicted before its head"
+
+
+def test_a_block_that_is_used_in_between_breaks_no_order_of_eviction() -> None:
+    pool = BlockPool(5)
+    prefix = cached_prefix(pool, 4)
+    demote(pool, 2)
+    for content in CONTENT[2:4]:  # the last two, which are the first to be evicted
+        pool.release(pool.match([content]))
+    demote(pool, 1)
+    demote(pool, 1)
+    pool.validate()
+    assert pool.allocate(4) == [prefix[1], prefix[0], prefix[2], prefix[3]]
+
+
+def test_a_demotion_goes_on_behind_blocks_that_wait_when_the_last_one_is_evicted() -> None:
+    pool = BlockPool(5)
+    prefix = cached_prefix(pool, 4)
+    demote(pool, 2)
+    assert pool.allocate(2) == [prefix[3], prefix[2]]
+    demote(pool, 2)
+    pool.validate()
+    assert pool.allocate(2) == [prefix[1], prefix[0]]
+
+
+def test_a_block_that_is_used_again_is_offered_to_the_tiers_again() -> None:
+    """The tiers may have dropped their copy since; nobody would tell the pool."""
+    pool = BlockPool(3)
+    prefix = cached_prefix(pool, 2)
+    assert demote(pool, 2) == prefix[::-1]
+    assert demote(pool, 2) == []
+    pool.release(pool.match(CONTENT[:1]))
+    assert demote(pool, 2) == prefix[:1]
+
+
+def test_a_block_that_is_used_while_it_is_copied_is_offered_again() -> None:
+    pool = BlockPool(2)
+    prefix = cached_prefix(pool, 1)
+    pool.pin_for_demotion(1)
+    used = pool.match(CONTENT[:1])
+    pool.finish_demotion(prefix[0], copied=True)
+    pool.release(used)
+    assert demote(pool, 1) == prefix
+
+
+def test_a_refused_block_is_offered_again_once_it_was_used_or_the_tiers_take_blocks() -> None:
+    pool = BlockPool(4)
+    prefix = cached_prefix(pool, 3)
+    assert demote(pool, 2, copied=False) == [prefix[2], prefix[1]]
+    assert demote(pool, 1, copied=False) == [prefix[0]]
+    assert demote(pool, 3, copied=False) == [], "an idle worker would spin"
+    pool.release(pool.match(CONTENT[:1]))
+    assert demote(pool, 3, copied=True) == [prefix[0]]
+    assert demote(pool, 3, copied=True) == [prefix[2], prefix[1]]
+    assert demote(pool, 3) == []
+    pool.validate()
+
+
 #: of every third content nothing is told, of the others their name and one that two share
 MARKS = {
     content: (content, b"shared %d" % (i // 4)) if i % 3 else ()

@@ -6,11 +6,21 @@ import random
 
 import pytest
 from diptych.engine.blocks import BlockPool
-from diptych.engine.commands import PrefixStaged, ReleaseSequence, StagePrefix
+from diptych.engine.commands import (
+    AddSequence,
+    BlocksLoaded,
+    CachePrefix,
+    LoadBlocks,
+    PrefixStaged,
+    ReleaseSequence,
+    StagePrefix,
+)
 from diptych.engine.prefixes import PrefixExchange, ProbeEnded
 from diptych.engine.scheduler import Scheduler, SchedulerLimits
+from diptych.engine.sequence import Sequence
 from diptych.kv_transfer import commands as transfer
 from diptych.kv_transfer import tickets
+from diptych.protos.frames import Sampling
 
 KEY = ("decode/x\x1d0", 0)
 STAGED = ("decode/x\x1d0\x1e", 0)
@@ -110,6 +120,81 @@ def test_a_probe_that_is_cancelled_is_reported_once_whatever_comes_afterwards() 
     assert early.handle(PrefixStaged(STAGED, [3, 4, 5])) == [ReleaseSequence(STAGED)], (
         "no ticket was opened"
     )
+
+
+FETCHED = ("prompt", 0)
+FETCH = ("prompt\x1e", 0)
+FETCH_TICKET_ID = "prompt\x1e#0"
+HASHES = [bytes([index]) * 16 for index in range(10)]
+
+
+def staged_fetch(peer: str | None) -> tuple[PrefixExchange, StagePrefix, Sequence]:
+    """A worker whose prompt has a prefix of ten blocks, and what it asked its engine for."""
+    prefixes = PrefixExchange(64)
+    prompt = Sequence(FETCHED, [7] * 641, 641, Sampling(1), HASHES)
+    (stage,) = prefixes.begin_sequence(prompt, peer, has_tiers=True)
+    assert stage == StagePrefix(FETCH, HASHES, 10 if peer else 0, token_ids=(7,) * 640)
+    return prefixes, stage, prompt
+
+
+def loaded_fetch() -> tuple[PrefixExchange, Sequence]:
+    """A fetch of which the pool held one block and the tiers brought eight; the peer is asked."""
+    prefixes, stage, prompt = staged_fetch("prefill/y")
+    blocks = list(range(1, 11))
+    staged = PrefixStaged(FETCH, blocks, held_blocks=1, tier_blocks=8)
+    assert prefixes.handle(staged) == [LoadBlocks(FETCH, 1, HASHES[1:9], blocks[1:9])]
+    assert prefixes.handle(BlocksLoaded(FETCH, 9)) == [CachePrefix(FETCH, 9), stage]
+    assert prefixes.handle(PrefixStaged(FETCH, blocks, held_blocks=9)) == [
+        transfer.OfferBlocks(
+            FETCH_TICKET_ID,
+            "prefill/y",
+            blocks,
+            tokens=640,
+            held_tokens=576,
+            hashes=tuple(HASHES),
+        )
+    ]
+    return prefixes, prompt
+
+
+def test_a_peer_is_asked_only_for_what_the_own_tiers_have_not() -> None:
+    prefixes, prompt = loaded_fetch()
+    arrived = transfer.BlocksArrived(FETCH_TICKET_ID, b"", 640)
+    assert prefixes.handle(arrived) == [CachePrefix(FETCH, 10), AddSequence(prompt)]
+    assert not prefixes.has_staged(FETCH)
+
+
+def test_what_the_tiers_brought_stays_cached_when_the_peer_fails() -> None:
+    prefixes, prompt = loaded_fetch()  # it has cached the nine already
+    failed = tickets.TransferFailed(FETCH_TICKET_ID, "not_held")
+    assert prefixes.handle(failed) == [AddSequence(prompt)]
+    assert prefixes.handle(tickets.BlocksFreed(FETCH_TICKET_ID)) == [ReleaseSequence(FETCH)]
+
+
+def test_the_tiers_are_asked_once_and_the_peer_for_what_they_failed_to_load() -> None:
+    prefixes, stage, _ = staged_fetch("prefill/y")
+    blocks = list(range(1, 11))
+    staged = PrefixStaged(FETCH, blocks, held_blocks=0, tier_blocks=10)
+    prefixes.handle(staged)
+    assert prefixes.handle(BlocksLoaded(FETCH, 0)) == [CachePrefix(FETCH, 0), stage]
+    (offer,) = prefixes.handle(staged)  # the tiers say that they hold it still
+    assert isinstance(offer, transfer.OfferBlocks)
+
+
+def test_a_fetch_ends_with_the_tiers_if_they_brought_all_or_nobody_waits() -> None:
+    prefixes, _, prompt = staged_fetch("prefill/y")
+    prefixes.handle(PrefixStaged(FETCH, list(range(1, 11)), tier_blocks=10))
+    assert prefixes.handle(BlocksLoaded(FETCH, 10)) == [
+        CachePrefix(FETCH, 10),
+        AddSequence(prompt),
+    ]
+    prefixes, _, prompt = staged_fetch(None)
+    prefixes.handle(PrefixStaged(FETCH, [1, 2], tier_blocks=2))
+    assert prefixes.handle(BlocksLoaded(FETCH, 1)) == [CachePrefix(FETCH, 1), AddSequence(prompt)]
+    prefixes, _, _ = staged_fetch("prefill/y")
+    prefixes.handle(PrefixStaged(FETCH, list(range(1, 11)), tier_blocks=8))
+    prefixes.cancel(FETCHED)
+    assert prefixes.handle(BlocksLoaded(FETCH, 8)) == [CachePrefix(FETCH, 8)]
 
 
 class Pools:

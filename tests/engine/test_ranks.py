@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,12 +17,19 @@ import torch
 from diptych.engine.collectives import RankLost
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable, UnsupportedModel
-from diptych.engine.rank_processes import RankProcesses
+from diptych.engine.rank_processes import ComputeLogits, RankProcesses, _send
 from diptych.engine.scheduler import SchedulerLimits
 from diptych.protos.frames import Sampling
 
 from . import rig
 
+#: A program that begins to read late, and prints the length of the first message.
+READ_LATE = """
+import sys, time
+from diptych.engine.rank_processes import read_messages
+time.sleep(0.3)
+print(len(next(read_messages(sys.stdin.buffer))))
+"""
 TEXTS = [rig.prompt(n, seed) for n, seed in ((130, 1), (64, 2), (3, 3), (200, 4))]
 
 
@@ -81,6 +91,14 @@ def test_ranks_meet_on_loopback(checkpoint) -> None:
         found = {address for process in processes for address in _listening(process)}
         assert len(found - listening_before) >= 3, "the store, and gloo in both ranks"
         assert {host for host, _ in found - listening_before} == {"127.0.0.1"}
+
+
+def test_ranks_meet_on_loopback_whatever_the_environment_names(
+    checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-device")
+    with on(2, checkpoint("llama"), "float32") as pair:
+        answers(pair, Sampling(2), TEXTS[2:3])
 
 
 def _listening(process: psutil.Process) -> list[tuple[str, int]]:
@@ -155,6 +173,40 @@ def test_the_end_of_a_rank_ends_the_replica(checkpoint, way: signal.Signals) -> 
         pair.add(rig.request(pair, "late", TEXTS[0], Sampling(3)))
         with pytest.raises(RankLost, match="of this replica"):
             rig.drain(pair)
+
+
+def test_a_message_to_a_frozen_rank_ends_the_replica(
+    checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message is larger than the pipe, so a blocking write would wait for ever."""
+    with on(2, checkpoint("llama"), "bfloat16") as pair:
+        processes = pair._model.rank_processes
+        (follower,) = processes.processes
+        follower.send_signal(signal.SIGSTOP)
+        try:
+            timeout = datetime.timedelta(seconds=0.3)
+            monkeypatch.setattr("diptych.engine.rank_processes.COLLECTIVE_TIMEOUT", timeout)
+            with pytest.raises(RankLost, match="of this replica reads nothing"):
+                processes.broadcast(ComputeLogits(list(range(100_000))))
+        finally:
+            follower.kill()
+            follower.wait(timeout=10)
+
+
+def test_a_message_larger_than_the_pipe_reaches_a_rank_that_reads_late() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", READ_LATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdin and process.stdout
+        os.set_blocking(process.stdin.fileno(), False)
+        _send(process, bytes(1_000_000))
+        assert int(process.stdout.readline()) == 1_000_000
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
 
 
 def test_ranks_end_with_their_engine(checkpoint) -> None:

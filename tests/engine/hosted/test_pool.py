@@ -56,6 +56,8 @@ def test_what_is_in_a_block_is_part_of_what_peers_compare() -> None:
         return format_hash(layout, describe_format(layout, b"model", attention, arguments))
 
     assert compared() == compared(load_format="auto"), "this one changes no number"
+    assert compared() == compared(load_format=None) == compared(load_format="safetensors")
+    assert compared() != compared(load_format="dummy"), "its weights are made up"
     assert compared() != compared(wide)
     assert compared() != compared(quantization="awq")
     assert compared(quantization="awq", swap=1) == compared(swap=1, quantization="awq")

@@ -1,4 +1,4 @@
-"""Files of requests in OpenAI's batch format, and of their answers (pure but for reading).
+"""Files of requests in OpenAI's batch format, and of their answers (pure but for files).
 
 A line of requests is `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`, and a line of
 answers `{"id": ..., "custom_id": ..., "response": {"status_code": ..., "body": {...}}, "error": null}`
@@ -8,6 +8,7 @@ answers `{"id": ..., "custom_id": ..., "response": {"status_code": ..., "body": 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from .gateway.errors import ERROR_KINDS
 #: What a line may ask for: the path, and the field that its body must have.
 PROMPT_FIELDS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 LINE_BYTES_MAX = 8 << 20  #: Of a line; an HTTP body of the gateway has the same limit.
+ANSWER_ID = "batch_req_"  #: How the id of each line of answers begins; its number follows.
+ANSWER_START = f'{{"id": "{ANSWER_ID}'.encode()  #: How each line of answers begins.
 
 
 class BatchFileError(ValueError):
@@ -96,23 +99,40 @@ def answered_ids(path: Path) -> Collection[str]:
     """Return whose answers a file has already; none where there is no file.
 
     A last line that was cut off in the middle is taken off the file. Raises BatchFileError for a
-    file of something else, and OSError.
+    file of something else, which stays as it is, and OSError.
     """
     if not path.exists():
         return frozenset()
     content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    ids = set()
-    for number, line in enumerate(whole.splitlines(), 1):
-        try:
-            ids.add(json.loads(line)["custom_id"])
-        except (ValueError, KeyError, TypeError):
-            raise BatchFileError(
-                f"{path}:{number} is no line of answers; name another file, or remove this one"
-            ) from None
-    if len(whole) < len(content):
-        path.write_bytes(whole)
+    whole_lines, _, cut_line = content.rpartition(b"\n")
+    lines = whole_lines.splitlines()
+    ids = {_answered_id(line, path, number) for number, line in enumerate(lines, 1)}
+    if cut_line:
+        # Only what can be ours is taken off: a file that is no file of answers must not lose a line.
+        if not (cut_line.startswith(ANSWER_START) or ANSWER_START.startswith(cut_line)):
+            raise _no_answers(path, len(lines) + 1)
+        os.truncate(path, len(content) - len(cut_line))
     return ids
+
+
+def _answered_id(line: bytes, path: Path, number: int) -> str:
+    """Return whose answer a line is. Raises BatchFileError for a line of something else."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        raise _no_answers(path, number) from None
+    if not isinstance(fields, dict) or "response" not in fields:
+        raise _no_answers(path, number)
+    custom_id = fields.get("custom_id")
+    if not isinstance(custom_id, str):
+        raise _no_answers(path, number)
+    return custom_id
+
+
+def _no_answers(path: Path, number: int) -> BatchFileError:
+    return BatchFileError(
+        f"{path}:{number} is no line of answers; name another file, or remove this one"
+    )
 
 
 def answer_line(number: int, custom_id: str, answer: Mapping[str, Any]) -> str:
@@ -126,7 +146,7 @@ def answer_line(number: int, custom_id: str, answer: Mapping[str, Any]) -> str:
         "body": answer,
     }
     line = {
-        "id": f"batch_req_{number}",
+        "id": f"{ANSWER_ID}{number}",
         "custom_id": custom_id,
         "response": response,
         "error": None,

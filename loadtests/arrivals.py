@@ -53,6 +53,15 @@ class Arrival:
     think_s: float = 0.0  #: of the user, before this turn
     index: int = 0  #: counts the arrivals of a run; makes the text of its own differ from others'
 
+    def exceeds(self, context: int) -> bool:
+        """Returns whether a turn of the session is longer than the context: it ends there."""
+        turn: Arrival | None = self
+        while turn is not None:
+            if turn.prompt_tokens + turn.output_tokens > context:
+                return True
+            turn = turn.next_turn
+        return False
+
 
 def rate_stages(plan: LoadPlan) -> list[RateStage]:
     """Returns the stages of a run: one, or those of a ramp, whose rates grow geometrically."""

@@ -27,6 +27,7 @@ import time
 
 import httpx
 import numpy as np
+from diptych.loadtests.loopback import is_this_machine
 
 #: ids of the second stream's prompt: enough that computing it takes a while. The first stream's
 #: prompt has a third of them.
@@ -83,7 +84,7 @@ def measure(url: str, rounds: int) -> dict[str, list[float]]:
     beside: list[float] = []
     hand_overs: list[float] = []
     ttfts: list[float] = []
-    with httpx.Client(base_url=url, timeout=120) as client:
+    with httpx.Client(base_url=url, timeout=120, trust_env=not is_this_machine(url)) as client:
         # Warms the server. Prompts are random, so nothing of them is cached later.
         TimedStream(client, PROMPT_TOKENS, 4).join()
         for _ in range(rounds):

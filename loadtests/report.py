@@ -133,8 +133,8 @@ def stage_table(run: Document) -> Table:
                 f"{stage['offered_per_s']:.2f}",
                 f"{stage['good_per_s']:.2f}",
                 f"{stage['goodput']:.1%}",
-                f"{stage['ttft_ms'].get('p99', 0):.1f}",
-                f"{stage['itl_ms'].get('p99', 0):.1f}",
+                _latency_cell(stage["ttft_ms"], "p99"),
+                _latency_cell(stage["itl_ms"], "p99"),
             ]
         )
     return rows
@@ -231,6 +231,10 @@ def comparison(first: Document, second: Document, names: tuple[str, str]) -> str
     body = [
         f"<h1>{_escape(title)}</h1>{settings}",
         f"<p class='warning'>differs: {_escape(differing)}</p>",
+        *(
+            f"<p class='warning'>{_escape(line)}</p>"
+            for line in _warning_lines(first, second, names)
+        ),
         plots_svg([first, second], names),
         _table(compared(first, second, names)),
     ]
@@ -249,9 +253,28 @@ def differences(first: Document, second: Document) -> list[str]:
         second_value = second["config"].get(key)
         if first_value != second_value:
             lines.append(f"{key}: {first_value} and {second_value}")
+    for key in ("ignore_eos", "usage"):
+        first_value = first["endpoint"].get(key)
+        second_value = second["endpoint"].get(key)
+        if first_value != second_value:
+            lines.append(f"the endpoint takes {key}: {first_value} and {second_value}")
+    for key, meaning in (("skipped", "requests left out"), ("ended_s", "stopped after, s")):
+        first_value = first.get(key) or "-"
+        second_value = second.get(key) or "-"
+        if first_value != second_value:
+            lines.append(f"{meaning}: {first_value} and {second_value}")
     if first["machine"] != second["machine"]:
         lines.append("the clients ran on different machines")
     return sorted(lines)
+
+
+def _warning_lines(first: Document, second: Document, names: tuple[str, str]) -> list[str]:
+    """Returns what a reader must know of either run before believing its figures."""
+    return [
+        f"warning, {name}: {warning}"
+        for name, run in zip(names, (first, second), strict=True)
+        for warning in run.get("warnings", [])
+    ]
 
 
 def compared(first: Document, second: Document, names: tuple[str, str]) -> Table:
@@ -277,6 +300,7 @@ def _compared_row(name: str, first: float | None, second: float | None) -> list[
 def compared_text(first: Document, second: Document, names: tuple[str, str]) -> str:
     """Returns the comparison of two runs as text for a terminal."""
     lines = [f"differs: {line}" for line in differences(first, second)]
+    lines += _warning_lines(first, second, names)
     return "\n".join([*lines, *_aligned(compared(first, second, names))])
 
 
@@ -298,8 +322,8 @@ def _figures(run: Document) -> str:
     cards = [
         _card(_goodput(summary), "goodput"),
         _card(f"{summary['good_per_s']:.2f}/s", f"met, of {summary['offered_per_s']:.2f} offered"),
-        _card(f"{summary['ttft_ms'].get('p99', 0):.0f} ms", "TTFT p99"),
-        _card(f"{summary['itl_ms'].get('p99', 0):.1f} ms", "ITL p99"),
+        _card(_latency_card(summary["ttft_ms"], 0), "TTFT p99"),
+        _card(_latency_card(summary["itl_ms"], 1), "ITL p99"),
         _card(f"{summary['tokens_per_s']:.0f}/s", "output tokens"),
         _card(str(failed), "failed requests", "bad" if failed else ""),
     ]
@@ -314,6 +338,12 @@ def _figures(run: Document) -> str:
 
 def _card(value: str, label: str, style_class: str = "") -> str:
     return f"<div><b class='{style_class}'>{_escape(value)}</b>{_escape(label)}</div>"
+
+
+def _latency_card(figures: dict[str, float | None], digits: int) -> str:
+    """Returns the 99th percentile in ms, or a dash where no request has the time."""
+    p99 = figures.get("p99")
+    return "-" if p99 is None else f"{p99:.{digits}f} ms"
 
 
 def _table(rows: Table) -> str:

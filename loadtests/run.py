@@ -90,7 +90,8 @@ class LoadRun:
         self._words = facts.words(plan.seed)
         self._client = self._connect(key)
         self._sessions = Group()  #: the greenlets of an open loop
-        self._number = 0  #: of the latest request or user
+        self._number = 0  #: of the latest request
+        self._user_number = 0  #: of the latest user
         self._active_users = 0  #: Locust's users that have not ended their part
         self._tallies = [StageTally() for _ in self.stages]
         self._targets = plan.targets
@@ -185,7 +186,11 @@ class LoadRun:
         return tally.met / tally.ended < KNEE_SHARE
 
     def _run_session(self, first_turn: Arrival) -> None:
-        """Sends an arrival, and each next turn of its session when the one before was answered."""
+        """Sends an arrival, then each next turn of its session once the one before has ended.
+
+        A session ends with a turn that failed, before one that the context has no room for, or
+        when the run's time is over.
+        """
         turn: Arrival | None = first_turn
         sent_at_s = first_turn.arrival_s
         while turn is not None and sent_at_s < self.plan.duration:
@@ -193,8 +198,10 @@ class LoadRun:
             outcome = self._new_outcome(sent_at_s, turn.stage_index, turn.prompt_tokens)
             self._ask(outcome, [message], turn.output_tokens)
             turn = turn.next_turn
-            if turn is not None:
-                sent_at_s = self.now + turn.think_s
+            if outcome.error or turn is None or not self.fits(turn):
+                return
+            sent_at_s = self.now + turn.think_s
+            if sent_at_s < self.plan.duration:
                 gevent.sleep(turn.think_s)
 
     # ---- chat ------------------------------------------------------------------------------------
@@ -204,8 +211,8 @@ class LoadRun:
 
         Users begin at random moments of the first `think` seconds, so that they do not go in step.
         """
-        self._number += 1
-        rng = random.Random(f"{self.plan.seed}/user/{self._share.index}/{self._number}")
+        self._user_number += 1
+        rng = random.Random(f"{self.plan.seed}/user/{self._share.index}/{self._user_number}")
         self._active_users += 1
         try:
             first_turn_s = min(self.plan.duration, rng.random() * self.plan.think)

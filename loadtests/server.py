@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import re
-import urllib.error
 import urllib.request
 from typing import Any
+
+import httpx
+
+from .loopback import is_this_machine
 
 #: figure -> counters that tell it, Diptych's first, then vLLM's; the first that is there counts
 COUNTERS = {
@@ -29,27 +33,41 @@ def read_counters(metrics: str, admin: str, key: str = "") -> dict[str, float]:
     """Returns the server's counters now, summed over all of its processes.
 
     `metrics` are URLs, comma-separated; the admin API at `admin` names further targets. A URL that
-    both name counts once. What cannot be reached is left out.
+    both name counts once. What cannot be reached, or is no Prometheus text, is left out. `key` is
+    the admin key, which nobody but the admin API gets.
     """
     counters: dict[str, float] = {}
     urls = [url for url in metrics.split(",") if url]
     if admin:
-        for group in _fetch_json(f"{admin}/metrics/targets", key) or []:
-            urls += [f"http://{target}/metrics" for target in group.get("targets", [])]
-        status = _fetch_json(f"{admin}/admin/v1/cluster", key)
-        counters |= from_status(status or {})
-    texts = [_fetch(url, key) for url in dict.fromkeys(urls)]
+        urls += _metrics_urls(_fetch_json(f"{admin}/metrics/targets", key))
+        counters |= from_status(_fetch_json(f"{admin}/admin/v1/cluster", key))
+    texts = [_fetch(url, "") for url in dict.fromkeys(urls)]
     return counters | from_metrics("\n".join(texts))
 
 
+def _metrics_urls(groups: Any) -> list[str]:
+    """Returns the URLs of the admin API's targets; none of an answer of something else."""
+    if not isinstance(groups, list):
+        return []
+    targets = [group.get("targets") for group in groups if isinstance(group, dict)]
+    return [
+        f"http://{target}/metrics"
+        for names in targets
+        if isinstance(names, list)
+        for target in names
+    ]
+
+
 def from_metrics(text: str) -> dict[str, float]:
-    """Reads Prometheus' text format, summed over labels.
+    """Reads Prometheus' text format, summed over labels; samples that are no numbers do not count.
 
     Returns `COUNTERS`, and for each of `TIMES` its `<figure>_sum` and `<figure>_count`.
     """
     sums: dict[str, float] = {}
     for name, value in SAMPLE.findall(text):
-        sums[name] = sums.get(name, 0.0) + float(value)
+        number = _number(value)
+        if not math.isnan(number):
+            sums[name] = sums.get(name, 0.0) + number
 
     metrics_of: dict[str, list[str]] = {figure: list(names) for figure, names in COUNTERS.items()}
     for figure, names in TIMES.items():
@@ -64,15 +82,25 @@ def from_metrics(text: str) -> dict[str, float]:
     return counters
 
 
-def from_status(status: dict[str, Any]) -> dict[str, float]:
+def _number(text: str) -> float:
+    """Returns the number of a text; NaN where it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def from_status(status: Any) -> dict[str, float]:
     """Returns finished and refused requests, as Diptych's gateways count them.
 
     `status` is the answer of the admin API; of another answer the result is empty.
     """
-    requests = status.get("requests")
-    if not isinstance(requests, dict) or "finished" not in requests:
+    requests = status.get("requests") if isinstance(status, dict) else None
+    if not isinstance(requests, dict):
         return {}
-    return {"finished": requests["finished"], "refused": requests.get("refused", 0)}
+    counters = {name: requests.get(name, 0) for name in ("finished", "refused")}
+    are_numbers = all(isinstance(count, int | float) for count in counters.values())
+    return counters if "finished" in requests and are_numbers else {}
 
 
 def difference(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -131,12 +159,19 @@ def _fetch_json(url: str, key: str) -> Any:
 
 
 def _fetch(url: str, key: str) -> str:
-    """Returns the text at the URL, or "" when the URL cannot be read."""
-    request = urllib.request.Request(url)
-    if key:
-        request.add_header("authorization", f"Bearer {key}")
+    """Returns the text at the URL, or "" when the URL cannot be read.
+
+    The environment's proxy is asked for other machines only.
+    """
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-            return answer.read().decode()
-    except (OSError, urllib.error.URLError, ValueError):
+        request = urllib.request.Request(url)
+        if key:
+            request.add_header("authorization", f"Bearer {key}")
+        no_proxy = [urllib.request.ProxyHandler({})] if is_this_machine(url) else []
+        opener = urllib.request.build_opener(*no_proxy)
+        with opener.open(request, timeout=TIMEOUT_S) as answer:
+            text: str = answer.read().decode()
+            return text
+    # ValueError: no URL, or no UTF-8.
+    except (OSError, http.client.HTTPException, httpx.InvalidURL, ValueError):
         return ""

@@ -243,8 +243,8 @@ class Swarm:
         started = datetime.now(UTC).isoformat(timespec="seconds")
         self._about = {"started": started, **machine.describe()}
         if plan.load != "chat":
-            lengths = [a.prompt_tokens + a.output_tokens for a in planned_arrivals(plan)]
-            self._about["skipped"] = sum(length > self.facts.context for length in lengths)
+            context = self.facts.context
+            self._about["skipped"] = sum(a.exceeds(context) for a in planned_arrivals(plan))
 
     def _check_first_turn(self, context: int) -> None:
         """Raises LoadError if not even the shortest first turn of a chat fits into the context."""

@@ -119,15 +119,15 @@ class Calibration(msgspec.Struct, frozen=True):
     cores: Count = 1  #: of the machine
     run: RecordedRun | None = None
 
-    def fleet(self, threads: int) -> Fleet:
-        """Return as many workers of `threads` threads as the cores hold, at least one.
+    def fleet(self, threads: int, replicas: int | None = None) -> Fleet:
+        """Return a fleet of workers of `threads` threads.
 
-        Raises SimulationError if no worker with so many threads was measured.
+        Without `replicas` there are as many as the cores hold, at least one. Raises SimulationError if no worker with so many threads was measured.
         """
         for worker in self.workers:
             if worker.threads == threads:
-                replicas = max(1, self.cores // threads)
-                return Fleet(((worker.hardware(), replicas),))
+                fitting = max(1, self.cores // threads)
+                return Fleet(((worker.hardware(), replicas or fitting),))
         raise SimulationError(f"the calibration has no worker of {threads} threads")
 
     def trace(self) -> Trace:

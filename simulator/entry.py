@@ -188,7 +188,10 @@ def _study_setup(
     if calibration:
         run = calibration.run  # None: the coefficients come without a recorded run
         # Workers of several thread counts may have been measured; a study has one kind.
-        fleet = calibration.fleet(run.threads if run else calibration.workers[0].threads)
+        threads = run.threads if run else calibration.workers[0].threads
+        # A recorded run had workers of its own number, whatever this machine's cores hold.
+        replicas = Split.parse(run.split).replicas if run and recorded else None
+        fleet = calibration.fleet(threads, replicas)
         fleet_name = fleet.reference.gpu
         model = ""
         if run and recorded:

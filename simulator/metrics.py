@@ -210,7 +210,8 @@ def summarize(outcomes: list[SimulatedOutcome]) -> RunSummary:
 
     met = np.array([outcome.targets_met for outcome in outcomes], dtype=float)
     by_length = np.argsort([outcome.prompt_tokens for outcome in outcomes], kind="stable")
-    tenths = np.array_split(met[by_length], 10)
+    # Of fewer than 10 requests each is a part of its own: an empty part has no share.
+    tenths = np.array_split(met[by_length], max(1, min(10, len(met))))
     return RunSummary(
         requests=len(outcomes),
         attainment=_share(met),

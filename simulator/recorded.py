@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import mean
@@ -45,6 +46,7 @@ from .trace import HASH_TOKENS
 
 LOG_NAMES = ("router.old.jsonl", "router.jsonl")  #: in a log's folder, the older file first
 LOG_START = b'{"at":'  #: how a router's log begins, and no calibration in JSON
+CPU_MACHINE = re.compile(r"cpu-([1-9]\d*)t")  #: what the card of a CPU worker calls its machine
 #: Fewer samples say more of chance than of the worker.
 LONE_PROMPTS_MINIMUM = 12  #: with fewer of them, the prefill comes from reports alone
 #: Under load only short prompts are alone. A line through them says little of long ones, so they
@@ -62,8 +64,8 @@ STEADY_REPORTS_MINIMUM = 8  #: with fewer of them, the step is not fitted
 def read_calibration(path: Path) -> Calibration:
     """Read a router's log, a folder of it, or a calibration in JSON.
 
-    With a log, the machine's cores are those that this process may use. Raises SimulationError if
-    the file cannot be read, or does not tell enough.
+    With a log, the cores are those of this machine that this process may use, which may not be the
+    cluster's. Raises SimulationError if the file cannot be read, or does not tell enough.
     """
     try:
         content = _read_log_folder(path) if path.is_dir() else path.read_bytes()
@@ -83,7 +85,7 @@ def calibrate_from_log(lines: Iterable[bytes], cores: int) -> Calibration:
     """Return what a router's log tells of its workers, and its run.
 
     `cores` are the machine's. Raises SimulationError if the lines are no router's log, if the
-    workers differ in kind, or if the log tells too little.
+    workers differ in kind or are no CPU workers, or if the log tells too little.
     """
     try:
         log = RouterLog.of(lines)
@@ -113,9 +115,17 @@ def calibrate_from_log(lines: Iterable[bytes], cores: int) -> Calibration:
 
 
 def _thread_count(card: WorkerCard) -> int:
-    """Return the threads of a CPU worker; its card calls the machine `cpu-<threads>t`."""
-    count = card.gpu.removeprefix("cpu-").removesuffix("t")
-    return int(count) if count.isdigit() else 1
+    """Return the threads of a CPU worker; its card calls the machine `cpu-<threads>t`.
+
+    Raises SimulationError for a worker on a GPU.
+    """
+    machine = CPU_MACHINE.fullmatch(card.gpu)
+    if not machine:
+        raise SimulationError(
+            f"router's log: its workers run on {card.gpu or 'an unknown machine'}; "
+            "only those of CPU workers can be read"
+        )
+    return int(machine[1])
 
 
 def _planned_share(log: RouterLog, budget_ms: float) -> float:
@@ -332,8 +342,12 @@ def _slo(config: RouterConfig, places: Sequence[PlaceAttempt], cost: Coefficient
 
 
 def _split(log: RouterLog) -> Split:
-    """Return the workers by role; decode workers that compute all prompts themselves are mixed."""
-    roles = [card.role or card.pool for card in log.cards.values()]
+    """Return the most workers that lived at once, by role.
+
+    A worker that took the place of a lost one does not count beside it. Decode workers that compute
+    all prompts themselves are mixed.
+    """
+    roles = [card.role or card.pool for card in log.most_living]
     split = Split(
         prefill=roles.count("prefill"), decode=roles.count("decode"), mixed=roles.count("mixed")
     )

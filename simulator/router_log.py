@@ -17,6 +17,7 @@ from ..router.events import (
     PlacementRequested,
     RouterEvent,
     WorkerJoined,
+    WorkerLost,
     WorkerReported,
 )
 from ..router.goodput import FINISHED
@@ -48,6 +49,9 @@ class RouterLog:
     head: LogHead  #: the router's configuration and term, which numbers its lives
     #: Each worker's latest card, by name.
     cards: dict[str, WorkerCard] = field(default_factory=dict)
+    living: dict[str, WorkerCard] = field(default_factory=dict)  #: the cards of workers not lost
+    #: The cards of the most workers that lived at once; of equally many, the latest.
+    most_living: list[WorkerCard] = field(default_factory=list)
     #: In order of arrival at the router, by request id.
     requests: dict[str, LoggedRequest] = field(default_factory=dict)
     #: Each worker's reports in order of arrival, by name.
@@ -78,6 +82,11 @@ class RouterLog:
         match event:
             case WorkerJoined(card):
                 self.cards[card.id] = card
+                self.living[card.id] = card
+                if len(self.living) >= len(self.most_living):
+                    self.most_living = list(self.living.values())
+            case WorkerLost(worker):
+                self.living.pop(worker, None)
             case WorkerReported(worker, report):
                 self.reports.setdefault(worker, []).append(report)
             case PlacementRequested(_, place):

@@ -503,6 +503,7 @@ class Simulation:
             self._commit(sink, attempt)
 
     def _commit(self, worker: SimulatedWorker, attempt: SimulatedAttempt) -> None:
+        attempt.has_kv = True
         worker.set_time(self.now)
         worker.commit(attempt, has_first_token=not self.decode_sends_first_token)
         self._schedule_worker(worker)
@@ -567,13 +568,22 @@ class Simulation:
         worker.is_alive = False
         self.lifetimes[name][1] = self.now
         self._tell_router(router_events.WorkerLost(name))
+        kv_lost = [
+            attempt
+            for attempt in self.attempts.values()
+            if attempt.prefill_worker == name and attempt.filled_at and not attempt.has_kv
+        ]
         for attempt in self._attempts_at(worker):
             self._move_elsewhere(attempt, worker, lost_workers=[name])
+        for attempt in kv_lost:
+            if attempt.key in self.attempts:
+                self._move_elsewhere(attempt, worker, lost_workers=[name])
 
     def _attempts_at(self, worker: SimulatedWorker) -> list[SimulatedAttempt]:
         """Returns the attempts that the worker computes or runs.
 
-        Those whose prompt it has computed for another worker are not its own any more.
+        Those whose prompt it has computed for another worker are not among them: their KV is under
+        way, and only `_kill` keeps it from arriving.
         """
         return [
             attempt

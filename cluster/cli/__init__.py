@@ -81,6 +81,6 @@ def _root(
 def main() -> None:
     """Run the command that the arguments name.
 
-    Exit codes: 0 ok, 1 failed, 2 usage, 3 degraded, 4 a gate missed.
+    Exit codes: 0 ok, 1 failed, 2 usage, 3 degraded, 4 a gate missed, 130 after ^C.
     """
     app()

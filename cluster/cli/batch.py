@@ -35,14 +35,16 @@ def batch(
     """Answer all REQUESTS in this process, and write each answer when it has ended.
 
     Stopped half-way, the same command goes on with what is missing. Exit code 1 where a file cannot
-    be read or written or a model cannot be loaded, 130 after ^C; answers that failed say so in
-    their lines.
+    be read or written or a model cannot be loaded, 2 where both files are one, 130 after ^C;
+    answers that failed say so in their lines.
     """
     from ..batch_file import BatchFileError, answer_line, answered_ids, read_requests
     from ..config import ConfigError
 
     try:
         all_requests = read_requests(requests)
+        if answers.exists() and answers.samefile(requests):
+            fail(f"{answers} is the file of the requests: name another for the answers", 2)
         answered = answered_ids(answers)
     except BatchFileError as error:
         fail(str(error))
@@ -79,7 +81,12 @@ def batch(
     except (ConfigError, EngineError) as error:
         fail(str(error))
     except OSError as error:
-        fail(f"cannot write {answers}: {error.strerror}; the same command goes on with the rest")
+        # A write that fails names no file; a model's file that cannot be read has its own name.
+        if error.filename in (None, str(answers)):
+            fail(
+                f"cannot write {answers}: {error.strerror}; the same command goes on with the rest"
+            )
+        fail(f"stopped: {error}; the same command goes on with the rest")
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on with the rest", 130)
     typer.echo(f"{done} of {len(all_requests)} answered, {failed} with an error", err=True)

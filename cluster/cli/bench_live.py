@@ -184,10 +184,11 @@ def _options(values: dict[str, Any], model: Path) -> LiveOptions:
         table=table,
         model=model,
         cores=tuple(sorted(os.sched_getaffinity(0))),
-        layouts=(*ours, *parse_vllm_layouts(values["against"])),
+        layouts=tuple(dict.fromkeys((*ours, *parse_vllm_layouts(values["against"])))),
         slos=tuple(LiveSlo.parse(text, values["isolated"]) for text in values["slos"]),
         seeds=_seeds(values["seeds"]),
-        rates=tuple(_numbers("--rates", values["rates"])),
+        # A value that is given twice is measured once.
+        rates=tuple(dict.fromkeys(_numbers("--rates", values["rates"]))),
         requests=values["requests"],
         prompt=_token_range("--prompt-tokens", values["prompt"], is_overload=is_overload),
         output=_token_range("--output-tokens", values["output"], is_overload=is_overload),
@@ -222,7 +223,7 @@ def _seeds(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise LiveBenchError(f"--seeds {text}: expected whole numbers above 0, separated by commas")
-    return tuple(int(part) for part in parts)
+    return tuple(dict.fromkeys(int(part) for part in parts))
 
 
 def _token_range(option: str, text: str, *, is_overload: bool) -> LengthRange:
@@ -235,7 +236,7 @@ def _token_range(option: str, text: str, *, is_overload: bool) -> LengthRange:
 
     default = DEFAULT_TOKENS[option, is_overload]
     low, _, high = (text or default).partition("-")
-    if not low.isdigit() or not (high or low).isdigit() or not 0 < int(low) <= int(high or low):
+    if not low.isdecimal() or not (high or low).isdecimal() or not 0 < int(low) <= int(high or low):
         raise LiveBenchError(f"{option} {text}: expected tokens, as 128 or 64-512")
     return LengthRange(int(low), int(high or low))
 

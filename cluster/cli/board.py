@@ -11,7 +11,7 @@ from .status import headline, pool_row
 SPARKS = " ▁▂▃▄▅▆▇█"  #: Characters of a sparkline, from nothing to the largest value.
 LEGEND = (
     "P prefill  D decode  - none   bar: KV in use   ● ready  ◐ draining  ↻ flipping  ○ leaving"
-    "   capital at home, small letter flipped"
+    "  … starting   capital at home, small letter flipped"
 )
 #: The mark of a worker's state, by the state; `LEGEND` explains them.
 GLYPHS = {"ready": "●", "draining": "◐", "flipping": "↻", "leaving": "○", "starting": "…"}
@@ -34,7 +34,7 @@ class Board:
 
     def add(self, cluster: dict[str, Any]) -> None:
         """Remember the queues of a status."""
-        for name, pool in cluster["pools"].items():
+        for name, pool in pools_of(cluster).items():
             history = self._queues.setdefault(name, deque(maxlen=QUEUE_HISTORY))
             history.append(pool["queue"])
 
@@ -43,10 +43,10 @@ class Board:
 
         The status is what `GET /admin/v1/cluster` answers. Give it to `add` before.
         """
-        pool_rows = [self._pool_row(name, pool) for name, pool in cluster["pools"].items()]
+        pool_rows = [self._pool_row(name, pool) for name, pool in pools_of(cluster).items()]
+        heads = [(headline(model), goodput(model)) for model in models_of(cluster).values()]
         return [
-            headline(cluster),
-            goodput(cluster),
+            *(line for head in heads for line in head),
             "",
             *table_lines([COLUMNS, *pool_rows]),
             "",
@@ -73,6 +73,27 @@ class Board:
             row.itl_p95,
             row.note,
         )
+
+
+def models_of(cluster: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the status of each model by name; a Control of an older version names none."""
+    return cluster.get("models") or {"": cluster}
+
+
+def pools_of(cluster: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the pools of all models by name, behind the name of the model if there are several."""
+    models = models_of(cluster)
+    return {
+        f"{name}/{pool}" if len(models) > 1 else pool: row
+        for name, model in models.items()
+        for pool, row in model["pools"].items()
+    }
+
+
+def worker_name(worker: dict[str, Any]) -> str:
+    """Return a worker's name; with several models each worker says whose it is."""
+    prefix = f"{worker['model']}/" if "model" in worker else ""
+    return f"{prefix}{worker['id']}"
 
 
 def goodput(cluster: dict[str, Any]) -> str:
@@ -117,7 +138,9 @@ def cell(worker: dict[str, Any]) -> str:
     if worker["role"] != worker["home"]:
         letter = letter.lower()
     glyph = GLYPHS.get(worker["state"], "?")
-    return f"{letter}{glyph} {worker['id']:<18} {bar(share, KV_BAR_WIDTH)} {worker['jobs']:>3}"
+    return (
+        f"{letter}{glyph} {worker_name(worker):<18} {bar(share, KV_BAR_WIDTH)} {worker['jobs']:>3}"
+    )
 
 
 def transfers(workers: list[dict[str, Any]]) -> list[str]:
@@ -127,7 +150,7 @@ def transfers(workers: list[dict[str, Any]]) -> list[str]:
         transfer = worker["transfer"]
         rows.append(
             (
-                worker["id"],
+                worker_name(worker),
                 transfer["transport"],
                 f"{transfer['bytes_sent'] / 2**20:.1f}",
                 f"{transfer['bytes_received'] / 2**20:.1f}",

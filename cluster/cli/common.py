@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
+from ...loadtests.loopback import is_this_machine
 from .running import RunningCluster, running_clusters
 
 HERE = ""  #: In place of a URL: that of the cluster that runs on this machine.
@@ -134,19 +134,6 @@ def http_client(url: str, headers: dict[str, str], timeout: httpx.Timeout) -> ht
     client.base_url = httpx.URL(url)
     client.headers.update(headers)
     return client
-
-
-def is_this_machine(url: str) -> bool:
-    """Return whether the URL's host is this machine by a loopback address, or by localhost.
-
-    A proxy would look for it on the machine of its own. Raises httpx.InvalidURL.
-    """
-    host = httpx.URL(url).host
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return address.is_loopback or address.is_unspecified
 
 
 def event_data(response: httpx.Response) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from ..config import ClusterConfig
 
 app = typer.Typer(help="Show, check and compare configurations.", no_args_is_help=True)
+
+MODEL_ENTRY = re.compile(r"models\.[^.]+(\.\d[^.]*)*")  #: The key of an entry, as `models.qwen2.5`.
 
 File = Annotated[Path, typer.Argument(help="cluster.yaml")]
 Override = Annotated[
@@ -46,15 +49,43 @@ def show(
         typer.echo(yaml.safe_dump(running_config, sort_keys=False))
         return
     overrides = _parse_overrides(override)  # by dotted key; a key may name a whole section
-    file_keys = _flatten(_read_tree(file))
-    for key, value in _flat_config(file, overrides).items():
+    override_keys = _set_keys(overrides)
+    file_keys = _set_keys(_flatten(_read_tree(file)))
+    config = _load(file, overrides)
+    for key, value in _flatten(_dump(config)).items():
         origin = "default"
-        if _covers(overrides, key):
-            origin = "--set"
-        elif _covers(file_keys, key):
-            origin = str(file)
+        # What an entry of models does not say is as at the top level.
+        for place in (key, _top_level_key(key, config.models)):
+            if _covers(override_keys, place):
+                origin = "--set"
+                break
+            if _covers(file_keys, place):
+                origin = str(file)
+                break
         # The origin follows as a comment of YAML, in a column of its own.
         typer.echo(f"{key + ': ' + json.dumps(value):<60}  # {origin}")
+
+
+def _set_keys(values: dict[str, Any]) -> list[str]:
+    """Return the keys that were set; an entry of models that is a text is its checkpoint's path."""
+    return [
+        f"{key}.model.path" if MODEL_ENTRY.fullmatch(key) and isinstance(value, str) else key
+        for key, value in values.items()
+    ]
+
+
+def _top_level_key(key: str, models: Iterable[str]) -> str:
+    """Return the key outside of models of which a model's key has its default; else `key`.
+
+    The path and the name of a model are its own.
+    """
+    for name in models:
+        prefix = f"models.{name}."
+        if key.startswith((f"{prefix}model.path", f"{prefix}model.name")):
+            return key
+        if key.startswith(prefix):
+            return key.removeprefix(prefix)
+    return key
 
 
 def _covers(set_keys: Iterable[str], key: str) -> bool:
@@ -106,7 +137,12 @@ def diff(old: File, new: File) -> None:
 
 def _flat_config(file: Path | None, overrides: dict[str, Any]) -> dict[str, Any]:
     """Return all values of a configuration by dotted key, defaults too, without the secret."""
-    return _flatten(_load(file, overrides).model_dump(mode="json", exclude={"secret"}))
+    return _flatten(_dump(_load(file, overrides)))
+
+
+def _dump(config: ClusterConfig) -> dict[str, Any]:
+    """Return the tree of a configuration without the secret."""
+    return config.model_dump(mode="json", exclude={"secret"})
 
 
 def _load(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:

@@ -82,18 +82,24 @@ def _read_config(
         overrides = parse_overrides(override or [])
         if file is None:
             assert path is not None
-            folder = Path(path).expanduser()
-            own_path = str(folder.absolute()) if folder.is_dir() else path
-            config = load_config(None, {"model.path": own_path, "model.name": name, **overrides})
+            values = {"model.path": _absolute(path), "model.name": name}
+            config = load_config(None, {**values, **overrides})
         else:
             tree = load_config(file, {})
             if name not in tree.models:
                 fail(f"{file}: models has no entry {name}", 2)
             model = tree.of_model(name).model_dump(mode="json", exclude={"secret", "models"})
+            model["model"]["path"] = _absolute(model["model"]["path"])
             config = load_config(None, {**model, **overrides})
     except ConfigError as error:
         fail(str(error))
     return config.model_dump(mode="json", include=set(MODEL_SECTIONS))
+
+
+def _absolute(path: str) -> str:
+    """Return a folder's path as it is from any folder; another text is a Hugging Face id."""
+    folder = Path(path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else path
 
 
 def _describe_start(cluster: dict[str, Any], name: str) -> str | None:

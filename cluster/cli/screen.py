@@ -15,8 +15,9 @@ from textual.binding import Binding
 from textual.containers import VerticalScroll
 from textual.widgets import Footer, Input, Static
 
+from ...loadtests.loopback import is_this_machine
 from .board import Board
-from .common import NO_ANSWER, AdminClient, is_this_machine
+from .common import NO_ANSWER, AdminClient
 
 HELP = """\
 scale prefill=2 decode=4     how many replicas have their home in a pool

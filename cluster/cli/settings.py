@@ -36,6 +36,8 @@ POOLS = "pools.prefill"
 POOLS_HEADING = "pools.prefill, pools.decode"
 #: The mistake that pydantic names when a key is not one of a section.
 UNKNOWN_KEY = re.compile(r"^(\s*)([\w.-]+): extra inputs are not permitted.*$", re.MULTILINE)
+#: Where an entry of `models` stands, whose sections are those of the tree; then the key in it.
+MODEL_PLACE = re.compile(r"(models\.[^.]+\.|)(.*)")
 COMMENT_LINE = re.compile(r"    #: ?(.*)")
 TRAILING_COMMENT = "  #: "
 #: Comments of the source speak Python; who reads the page writes YAML.
@@ -71,7 +73,7 @@ def with_suggestions(message: str) -> str:
 
 
 def _suggested(mistake: re.Match[str]) -> str:
-    key = mistake[2]
+    place, key = MODEL_PLACE.match(mistake[2]).groups()  # type: ignore[union-attr]
     keys = [setting.key for section in sections() for setting in section.settings]
     keys += [name.replace("pools.prefill", "pools.decode", 1) for name in keys]
     similar = difflib.get_close_matches(key, keys, n=1, cutoff=SIMILARITY)
@@ -81,7 +83,7 @@ def _suggested(mistake: re.Match[str]) -> str:
     meant = namesakes[:1] or similar
     if not meant:
         return f"{mistake[0]}; all settings: diptych config reference"
-    return f"{mistake[0]}; did you mean {meant[0]}?"
+    return f"{mistake[0]}; did you mean {place}{meant[0]}?"
 
 
 # ---- the reference -------------------------------------------------------------------------------
@@ -219,7 +221,8 @@ def _describe(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
 def _bounds(schema: dict[str, Any]) -> str:
     """Return the bounds of a number in words."""
     if "exclusiveMinimum" in schema:
-        return f" above {schema['exclusiveMinimum']:g}"
+        upper = f", up to {schema['maximum']:g}" if "maximum" in schema else ""
+        return f" above {schema['exclusiveMinimum']:g}{upper}"
     if "maximum" in schema:
         return f", {schema['minimum']:g} to {schema['maximum']:g}"
     if "minimum" in schema:

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 from diptych.loadtests.laptop import cluster
+from diptych.loadtests.loopback import is_this_machine
 
 DIPTYCH = Path(sys.executable).parent / "diptych"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
@@ -103,7 +104,10 @@ class Agent:
 
 async def run_agents(endpoint: str, agents: int, turns: int, tool_choice: str) -> None:
     """Run the agents beside each other."""
-    async with httpx.AsyncClient(base_url=endpoint, timeout=TIMEOUT_S) as client:
+    by_environment = not is_this_machine(endpoint)  # no proxy knows a server of this machine
+    async with httpx.AsyncClient(
+        base_url=endpoint, timeout=TIMEOUT_S, trust_env=by_environment
+    ) as client:
         everyone = [Agent(f"agent {number + 1}", client, tool_choice) for number in range(agents)]
         await asyncio.gather(*(agent.run(turns) for agent in everyone))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from diptych.cluster.cli.model import _read_config
 from diptych.cluster.config import ClusterConfig, ConfigError, load_config
 from diptych.cluster.launch.checkpoint import check_memory
 from diptych.cluster.launch.local_cluster import prepare, serve_applications
@@ -158,3 +159,15 @@ models:
     assert again == config
     with pytest.raises(ConfigError, match=r"engine\.vllm is set"):
         load("models: {a: {engine: {kind: diptych, vllm: {load_format: dummy}}}}", tmp_path)
+
+
+def test_a_model_of_a_file_is_sent_with_a_path_that_holds_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ck").mkdir()
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "cluster.yaml"
+    file.write_text("models: {a: {model: {path: ./ck}}, b: org/model}")
+    assert _read_config("a", None, file, None)["model"]["path"] == str(tmp_path / "ck")
+    assert _read_config("b", None, file, None)["model"]["path"] == "org/model"
+    assert _read_config("c", "./ck", None, None)["model"]["path"] == str(tmp_path / "ck")

@@ -19,9 +19,11 @@ from diptych.cluster.batch_file import (
     answered_ids,
     read_requests,
 )
+from diptych.cluster.cli import app
 from diptych.cluster.config import ConfigError
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames as f
+from typer.testing import CliRunner
 
 from tests.support.fleet import Reference
 from tests.support.live import BIN
@@ -200,13 +202,43 @@ def test_a_half_written_line_of_answers_is_taken_off(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     assert not answered_ids(path)
     whole = answer_line(1, "a", {"id": "x", "choices": []}) + "\n"
-    path.write_text(whole + '{"custom_id": "b", "resp')
-    assert answered_ids(path) == {"a"}
-    assert path.read_text() == whole
-    path.write_text("something else\n")
+    for half in ("{", '{"id": "batch_req_2", "custom_id": "b", "resp'):
+        path.write_text(whole + half)
+        assert answered_ids(path) == {"a"}
+        assert path.read_text() == whole
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "something else\n",
+        "something else without a line end",
+        '{"custom_id": "a", "body": {}}\n',
+        '{"custom_id": ["a"], "response": {}}\n',
+        '[{"custom_id": "a", "response": {}}]\n',
+        '{"id": "batch_req_1", "custom_id": "a", "response": {}}\nsomething else',
+    ],
+)
+def test_a_file_of_something_else_is_no_file_of_answers_and_stays(
+    tmp_path: Path, text: str
+) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text(text)
     with pytest.raises(BatchFileError, match="no line of answers"):
         answered_ids(path)
-    assert path.read_text() == "something else\n"
+    assert path.read_text() == text
+
+
+def test_the_answers_may_not_go_into_the_file_of_the_requests(tmp_path: Path) -> None:
+    requests = tmp_path / "requests.jsonl"
+    text = line("a") + line("b").rstrip()
+    requests.write_text(text)
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(requests)
+    for answers in (requests, link):
+        done = CliRunner().invoke(app, ["batch", str(requests), str(answers)])
+        assert done.exit_code == 2 and "is the file of the requests" in done.output
+        assert requests.read_text() == text
 
 
 def test_a_full_disk_ends_the_command_with_a_sentence_and_loses_nothing(tmp_path: Path) -> None:

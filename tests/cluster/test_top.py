@@ -124,3 +124,39 @@ def test_two_files_are_compared_with_their_defaults(tmp_path: Path) -> None:
     new.write_text("pools: {decode: {replicas: 3}}")
     assert config("diff", str(old), str(old)) == (0, "")
     assert config("diff", str(old), str(new)) == (1, "pools.decode.replicas: 1 -> 3\n")
+
+
+def test_values_of_models_come_from_their_entry_or_the_top_level(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "models: {tiny: /models/tiny, qwen2.5: {model: {path: /m}, slo: {ttft_ms: 9}}}\n"
+        "slo: {itl_ms: 50}\n"
+    )
+    code, text = config("show", str(file), "--set", "slo.ttft_ms=7")
+    assert code == 0, text
+    lines = dict(line.split("  # ") for line in text.splitlines())
+    said = {
+        key.split(":")[0]: (key.split(": ")[1].strip(), origin) for key, origin in lines.items()
+    }
+    assert said["models.tiny.model.path"] == ('"/models/tiny"', str(file))
+    assert said["models.tiny.slo.itl_ms"] == ("50.0", str(file))
+    assert said["models.tiny.slo.ttft_ms"] == ("7.0", "--set")
+    assert said["models.qwen2.5.slo.ttft_ms"] == ("9.0", str(file))
+    assert said["models.tiny.pools.decode.replicas"] == ("1", "default")
+
+
+def test_the_board_shows_the_pools_of_every_model() -> None:
+    one, other = cluster(), cluster()
+    for pool in one["pools"].values():
+        pool["queue"] = 0
+    workers = [{**worker, "model": name} for name in "ab" for worker in one["workers"]]
+    several = {**one, "models": {"a": one, "b": other}, "workers": workers}
+    board = Board()
+    board.add(several)
+    lines = board.lines(several, [])
+    for name in ("a", "b"):
+        (row,) = [line for line in lines if line.startswith(f"{name}/decode ")]
+        assert ("█" in row) == (name == "b")
+        assert any(f"{name}/decode/a " in line for line in lines)
+    assert sum("HEALTHY" in line for line in lines) == 2
+    assert "… starting" in "\n".join(lines)

@@ -186,3 +186,31 @@ def test_without_locust_the_command_says_how_to_get_it() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "pip install 'diptych[loadtest]'" in done.stderr
+
+
+def test_where_all_failed_no_latency_is_shown() -> None:
+    plan = LoadPlan(load="ramp", rate="1-8", steps=2, duration=2.0)
+    failed = [LoadOutcome(str(n), float(n), float(n), n, 10, error="500") for n in (0, 1)]
+    document = assemble(plan, FACTS, failed, ClientCost(), {}, ABOUT)
+    for row in report.stage_table(document)[1:]:
+        assert row[-2:] == ["-", "-"]
+    assert "<b class=''>-</b>TTFT p99" in report.document(document)
+    assert "<b class=''>-</b>ITL p99" in report.document(document)
+
+
+def test_what_made_two_runs_unlike_is_told_with_both_runs_warnings() -> None:
+    first, second = run(0), run(0)
+    assert report.differences(first, second) == []
+    second["endpoint"] |= {"ignore_eos": False, "usage": False}
+    second |= {"skipped": 3, "ended_s": 12.0, "warnings": ["answers end where they like"]}
+    first["warnings"] = ["late"]
+    differing = " ".join(report.differences(first, second))
+    for part in ("ignore_eos", "usage", "left out: - and 3", "after, s: - and 12"):
+        assert part in differing
+    names = ("before", "after")
+    for text in (
+        report.compared_text(first, second, names),
+        report.comparison(first, second, names),
+    ):
+        assert "warning, before: late" in text
+        assert "warning, after: answers end where they like" in text

@@ -1,5 +1,7 @@
 """Targets, and what counts as met."""
 
+from math import inf
+
 import pytest
 from diptych.simulator.attempt import SimulatedAttempt
 from diptych.simulator.errors import SimulationError
@@ -108,3 +110,24 @@ def test_percentiles_over_all_offered_requests_put_refused_ones_last():
     summary = summarize([outcome(9, True)] * 98 + refused)
     assert summary.ttft_offered == {"p95": 0.1, "p99": None} and summary.ttft["p99"] == 0.1
     assert summary.attainment == pytest.approx(0.98)
+
+
+def test_fewer_than_ten_requests_have_as_many_parts_and_no_empty_one():
+    missed = SimulatedOutcome(
+        arrival_s=0.0,
+        prompt_tokens=10,
+        output_tokens=1,
+        tenant="",
+        refusal_reason="full",
+        ttft_s=inf,
+        ttft_target_s=1.0,
+        tpot_s=0.0,
+        first_gap_s=0.0,
+        late_gaps=0,
+        cached_tokens=0,
+        moved_tokens=0,
+        targets_met=False,
+        predicted_ttft_s=0.0,
+    )
+    assert summarize([missed] * 3).deciles == [0.0] * 3
+    assert summarize([]).deciles == [1.0]

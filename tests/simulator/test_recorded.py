@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from diptych.cluster.bench.live import simulated
 from diptych.cluster.cli import app
 from diptych.router import RouterConfig, replay
 from diptych.simulator import recorded
@@ -197,3 +198,51 @@ def test_refused_and_failed_requests_are_misses():
     run = recorded.calibrate_from_log(cut, 2).run
     assert len(cut) == len(lines) - 1
     assert [one.met for one in run.requests].count(False) >= 1
+
+
+def entries(lines, change):
+    """The log with `change(entry)` of each line, which may be several entries."""
+    for line in lines:
+        for entry in change(json.loads(line)):
+            yield json.dumps(entry).encode()
+
+
+def test_a_recorded_run_replays_with_its_own_workers_whatever_cores_are_here(tmp_path, monkeypatch):
+    lines, _ = log_of("1P2D", 1.3, "always")
+    (tmp_path / "router.jsonl").write_bytes(b"".join(lines))
+    monkeypatch.setattr(recorded.os, "sched_getaffinity", lambda _: {0, 1})
+    given = ["simulate", "recorded", "--calibrate-from-live", str(tmp_path), "-o", "json"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    row = simulated.simulation_row("a cell", tmp_path)
+    assert "error" not in row and 0 <= row["simulated"] <= 1
+
+
+def test_a_worker_in_the_place_of_a_lost_one_does_not_count_beside_it():
+    lines, _ = log_of("1P2D", 1.3, "always")
+    joined = next(line for line in lines if b'"Joined"' in line and b"decode" in line)
+    gone = json.loads(joined)["event"]["card"]["id"]
+
+    def replaced(entry):
+        yield entry
+        if json.dumps(entry).encode() == json.dumps(json.loads(lines[-1])).encode():
+            yield {"at": entry["at"], "kind": "Lost", "event": {"worker": gone}}
+            again = json.loads(joined)
+            again["at"] = entry["at"]
+            again["event"]["card"]["id"] = "decode/again"
+            yield again
+
+    assert recorded.calibrate_from_log(lines, 2).run.split == "1P2D"
+    assert recorded.calibrate_from_log(entries(lines, replaced), 2).run.split == "1P2D"
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H100", "", "cpu-0t"])
+def test_workers_on_gpus_are_no_cpu_workers(gpu):
+    def on_gpu(entry):
+        if entry["kind"] == "Joined":
+            entry["event"]["card"]["gpu"] = gpu
+        yield entry
+
+    lines, _ = log_of("1P1D", 0.6, "always")
+    with pytest.raises(SimulationError, match="only those of CPU workers can be read"):
+        recorded.calibrate_from_log(entries(lines, on_gpu), 2)

@@ -5,19 +5,22 @@ import hashlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import msgspec
 import pytest
+from diptych.router import RouterConfig
+from diptych.router.events import AttemptEnded, FirstTokenSent
 from diptych.simulator.case import Case
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.exact import ExactSimulation
 from diptych.simulator.fleet import Faults, Fleet, Split
 from diptych.simulator.metrics import Slo, summarize
-from diptych.simulator.sim import Simulation
+from diptych.simulator.sim import Setting, Simulation
 from diptych.simulator.sources import load_trace
-from diptych.simulator.trace import Trace, TraceRequest, count_turns
+from diptych.simulator.trace import HASH_TOKENS, Trace, TraceRequest, count_turns
 
-from .support import h200, simple
+from .support import COST, SIMPLE, h200, simple
 
 TRACE = load_trace("synthetic:600")
 
@@ -201,3 +204,31 @@ def test_transfers_share_the_links_of_both_ends():
     found = Simulation(setting, trace).run(trace.workload(1.0, 0))
     gaps = sorted(outcome.first_gap_s for outcome in found)
     assert gaps[0] < 0.3 and gaps[-1] > 6.0
+
+
+def test_kv_that_is_under_way_dies_with_its_prefill_worker():
+    slow = replace(SIMPLE, cost=msgspec.structs.replace(COST, transfer_token=1e-2))
+    trace = Trace("one", [TraceRequest(0.0, 640, 8)], HASH_TOKENS)
+
+    def run(*killed):
+        fleet = Fleet(((slow, 3),))
+        config = RouterConfig(disaggregate="always", pace_first_token=False)
+        faults = Faults(killed_workers=killed)
+        setting = Setting(fleet, Split(2, 1), config, Slo.flat(2.0, 0.05), faults=faults)
+        events = []
+        simulation = Simulation(
+            setting, trace, on_event=lambda at, event: events.append((at.now, event))
+        )
+        (outcome,) = simulation.run(trace.workload(trace.rate, 0))
+        ended = [event.attempt_key for _, event in events if isinstance(event, AttemptEnded)]
+        filled = [at for at, event in events if isinstance(event, FirstTokenSent)]
+        return outcome, ended, filled
+
+    whole, ended, filled = run()
+    assert [number for _, number in ended] == [0] and len(filled) == 1
+    killed_at = filled[0] + 0.01  # the KV takes seconds
+    outcomes = [run((worker, killed_at)) for worker in (0, 1)]
+    ((again, ended, filled),) = [found for found in outcomes if len(found[1]) > 1]
+    assert [number for _, number in ended] == [0, 1] and len(filled) == 2
+    assert again.ttft_s == whole.ttft_s, "the client had its first token"
+    assert again.tpot_s > whole.tpot_s, "the prompt was computed again"

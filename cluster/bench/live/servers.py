@@ -72,7 +72,10 @@ def _cluster_statistics(admin_url: str) -> dict[str, Any]:
     (`recent_percentiles` of cluster/router_service.py).
     """
     try:
-        answer = httpx.get(f"{admin_url}/admin/v1/cluster", timeout=REQUEST_TIMEOUT_S)
+        # No proxy of the environment knows a server of this machine.
+        answer = httpx.get(
+            f"{admin_url}/admin/v1/cluster", timeout=REQUEST_TIMEOUT_S, trust_env=False
+        )
         status = answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError):
         return {}
@@ -164,9 +167,12 @@ def wait_until_healthy(
 
 def _is_healthy(port: int) -> bool:
     try:
-        return httpx.get(f"http://{HOST}:{port}/health", timeout=REQUEST_TIMEOUT_S).is_success
+        answer = httpx.get(
+            f"http://{HOST}:{port}/health", timeout=REQUEST_TIMEOUT_S, trust_env=False
+        )
     except httpx.HTTPError:
         return False
+    return answer.is_success
 
 
 def _log_file(command: ServerCommand, logs: Path) -> Path:

@@ -57,7 +57,8 @@ def _simulated_share(calibration: Calibration) -> float:
     """Return the share of the run's requests that meet their targets in the simulation."""
     run = calibration.run
     assert run is not None, "a log has a run"
-    fleet = calibration.fleet(run.threads)
+    split = Split.parse(run.split)
+    fleet = calibration.fleet(run.threads, split.replicas)
     trace = calibration.trace()
     case = Case(
         trace=trace,
@@ -67,7 +68,7 @@ def _simulated_share(calibration: Calibration) -> float:
     )
     met: list[bool] = []
     for seed in SEEDS:
-        run_of_seed = simulate_case(case, (Split.parse(run.split),), trace.rate / fleet.gpus, seed)
+        run_of_seed = simulate_case(case, (split,), trace.rate / fleet.gpus, seed)
         assert run_of_seed.outcomes is not None, "without a limit a run ends with outcomes"
         met += [outcome.targets_met for outcome in run_of_seed.outcomes]
     return sum(met) / len(met)

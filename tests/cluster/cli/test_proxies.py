@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from diptych.cluster.cli import app, common, screen
+from diptych.loadtests.loopback import is_this_machine
 from typer.testing import CliRunner
 
 from tests.support.chat_server import chat_server
@@ -116,7 +117,7 @@ def test_a_proxy_that_cannot_be_used_is_one_sentence(
     ],
 )
 def test_loopback_addresses_are_this_machine(url: str, is_here: bool) -> None:
-    assert common.is_this_machine(url) == is_here
+    assert is_this_machine(url) == is_here
 
 
 def test_only_newlines_end_the_lines_of_events() -> None:

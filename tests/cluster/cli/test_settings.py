@@ -88,3 +88,14 @@ def test_broken_yaml_is_told_by_its_line_and_quotes_no_secret(
     assert done.exit_code == 1
     assert "no valid YAML at line" in done.output
     assert "hunter2" not in done.output
+
+
+def test_a_mistyped_setting_of_a_model_is_answered_with_that_models() -> None:
+    _, _, error = invoke("config", "show", "--set", "models.a.slo.itl=1")
+    assert "did you mean models.a.slo.itl_ms?" in error
+
+
+def test_both_bounds_of_a_number_are_told() -> None:
+    by_key = {setting.key: setting for section in sections() for setting in section.settings}
+    share = by_key["pools.prefill.engine.gpu_memory_share"]
+    assert share.values == "number above 0, up to 1"

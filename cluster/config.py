@@ -273,6 +273,9 @@ class TierSettings(ConfigSection):
     def _check(self) -> Self:
         if self.disk_mib and not (self.folder and self.memory_mib):
             raise ValueError("a disk tier needs kv_tiers.folder and kv_tiers.memory_mib")
+        # A relative folder would be one of wherever each worker happens to run.
+        if self.folder and not self.folder.startswith(("/", "~")):
+            raise ValueError(f"kv_tiers.folder must begin with / or ~, and is {self.folder!r}")
         return self
 
 

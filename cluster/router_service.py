@@ -113,7 +113,7 @@ class RouterService:
         settings = self.config.router
         if not settings.log_folder:
             return None
-        return EventLog(Path(settings.log_folder), settings.log_mib << 20)
+        return EventLog(Path(settings.log_folder).expanduser(), settings.log_mib << 20)
 
     async def address(self) -> str:
         """Return "host:port" of the listener for frames."""

@@ -5,6 +5,7 @@ With pages of 4 KiB, address translation limits a core to about two thirds of th
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 
@@ -84,9 +85,10 @@ def _round_up(size: int, unit: int) -> int:
 
 
 def _advise_huge_pages(memory: mmap.mmap) -> None:
-    """Ask Linux for huge pages; other systems have no such advice."""
+    """Ask Linux for huge pages; other systems, and kernels without huge pages, take no advice."""
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _does_not_fit(size: int, purpose: str, error: Exception) -> OutOfMemory:

@@ -192,10 +192,11 @@ def network_interfaces(folder: Path) -> list[NetworkPort]:
     """Returns all interfaces but loopback. `speed` is in Mbit/s, -1 where nobody knows."""
     interfaces: list[NetworkPort] = []
     for interface in sorted(folder.glob("*")):
-        if interface.name == "lo":
+        if interface.name == "lo" or not interface.is_dir():  # `bonding_masters` is a file
             continue
         gbit_s = _scaled(_read(interface / "speed"), 1e-3)
-        active = _read(interface / "operstate") == "up"
+        # The drivers of some virtual interfaces leave it "unknown" whether they are up.
+        active = _read(interface / "operstate") in ("up", "unknown")
         interfaces.append(NetworkPort(interface.name, gbit_s, active))
     return interfaces
 

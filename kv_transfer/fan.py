@@ -7,7 +7,8 @@ there is one lane, which has the ticket's own name.
 
 Life of a fanned ticket:
     opened    `OfferBlocks` or `ExpectOffer` goes to each rank that has a lane, under its name.
-    arrived   when every lane has arrived: `BlocksArrived`, with the times of the slowest lane.
+    arrived   when every lane has arrived: `BlocksArrived`, with the times of the lane that was
+              exposed longest (`exposed_s`).
     failed    with the first lane that fails, which cancels the others: `TransferFailed`.
     over      when no lane is open any more: `BlocksFreed` after a failure, or `PushEnded`.
 A lane of a failed ticket stays open until its own blocks are free, or its push has ended.

@@ -137,6 +137,13 @@ AnyMessage: TypeAlias = (
     | UnknownTicketMessage
     | GreetMessage
 )
-#: To and from the bytes of a note; `decode` raises ValueError if they are no message.
-encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(AnyMessage).decode
+encode = msgspec.msgpack.Encoder().encode  #: Returns the bytes of a message's note.
+_decode = msgspec.msgpack.Decoder(AnyMessage).decode
+
+
+def decode(note: bytes) -> AnyMessage:
+    """Returns the message of a note. Raises ValueError if the bytes are no message."""
+    try:
+        return _decode(note)
+    except RecursionError:  # The decoder goes into so many nested arrays only.
+        raise ValueError("the arrays of the note are nested too deep") from None

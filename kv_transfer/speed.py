@@ -7,6 +7,7 @@ to move are one pool's, whole: `total_bytes`, a multiple of `PARTS` times the lo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import multiprocessing
@@ -41,6 +42,7 @@ DEADLINE_S = 30.0  #: for the other process to start, and for anything to arrive
 _HUGE_PAGE = 2 << 20
 _POLL_PAUSE_S = 0.0002  #: of the other process, where the writer copies without its help
 _HELLO = b"hello"
+_WRITE_NOTE = b"write"  #: comes with a write of `tcp`; the other process sends it back
 
 PartAction = Callable[[int], object]  #: moves the part of this number
 
@@ -88,7 +90,8 @@ class SpeedPool:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._map = mmap.mmap(-1, size + _HUGE_PAGE, flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
+                self._map.madvise(mmap.MADV_HUGEPAGE)
 
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         start = 0 if shared else -address % _HUGE_PAGE
@@ -147,10 +150,11 @@ def measure(
 ) -> list[SpeedRow]:
     """Measures a transport's writes in runs of each size, and reads too if it can read (`nixl`).
 
-    `name` is `nixl`, `shm` or `tcp`. A run is one contiguous piece of the moved bytes.
+    `name` is `nixl`, `shm` or `tcp`. A run is one contiguous piece of the moved bytes. A write of
+    `tcp` takes until the other process has answered its note.
 
-    Raises TransportUnavailable when the transport cannot run here, TimeoutError when nothing
-    arrives.
+    Raises TransportUnavailable when the transport cannot run in this process, TimeoutError when the
+    other process does not open its transport, or nothing arrives.
     """
     sizes = list(run_bytes)
     context = multiprocessing.get_context("spawn")
@@ -161,10 +165,7 @@ def measure(
     try:
         agent = f"speed-near-{os.getpid()}"
         pool, transport = _open(name, agent, total_bytes)
-        near.send(card_of(agent, transport, pool))
-        if not near.poll(DEADLINE_S):
-            raise TimeoutError("the other process did not open its transport")
-        peer: PeerCard = near.recv()
+        peer = _exchange_cards(near, card_of(agent, transport, pool))
         transport.add_peer(peer)
         transport.notify(peer.agent, _HELLO)
         poll_until(transport, lambda event: isinstance(event, NotificationReceived))
@@ -185,6 +186,18 @@ def measure(
         child.terminate()
 
 
+def _exchange_cards(near: Connection, card: PeerCard) -> PeerCard:
+    """Sends a card to the other process and returns that process's. Raises TimeoutError."""
+    try:
+        near.send(card)
+        if near.poll(DEADLINE_S):
+            peer: PeerCard = near.recv()
+            return peer
+    except (EOFError, ConnectionError):  # the process has ended: its transport cannot run there
+        pass
+    raise TimeoutError("the other process did not open its transport")
+
+
 def _measure_row(
     op: str, post: Poster, transport: Transport, peer: PeerCard, run_bytes: int
 ) -> SpeedRow:
@@ -194,12 +207,16 @@ def _measure_row(
     target = np.array(shuffle.sample(range(run_count), run_count), np.int32)
     source_parts = np.array_split(source, PARTS)
     target_parts = np.array_split(target, PARTS)
+    # A write of tcp has ended once the kernel's socket holds its bytes: only the answer to its note
+    # says that they are in the other pool.
+    ends_by_answer = transport.name == "tcp"
+    answer = NotificationReceived(peer.agent, _WRITE_NOTE)
 
     def move(part: int) -> None:
         spans = Spans(run_bytes, source_parts[part], target_parts[part])
-        handle = post(peer.agent, spans, b"")
-        written = PostedWriteEnded(handle, ok=True)
-        poll_until(transport, lambda event: event == written)
+        handle = post(peer.agent, spans, _WRITE_NOTE if ends_by_answer else b"")
+        ended = answer if ends_by_answer else PostedWriteEnded(handle, ok=True)
+        poll_until(transport, lambda event: event == ended)
 
     copy = _pool_copy(peer.size, shared=False)
     transport_gib_s, memcpy_gib_s = _best_gib_s(peer.size, move, copy)
@@ -248,7 +265,7 @@ def _open(name: str, agent: str, size: int) -> tuple[SpeedPool, Transport]:
 
 
 def _serve(name: str, size: int, pipe: Connection) -> None:
-    """Serves the other process: answers the first note, then polls until the pipe is closed."""
+    """Serves the other process: sends notes back until the pipe is closed."""
     agent = f"speed-far-{os.getpid()}"
     pool, transport = _open(name, agent, size)
     peer: PeerCard = pipe.recv()
@@ -256,8 +273,8 @@ def _serve(name: str, size: int, pipe: Connection) -> None:
     pipe.send(card_of(agent, transport, pool))
     while not pipe.poll(0):
         for event in transport.poll():
-            if isinstance(event, NotificationReceived) and event.data == _HELLO:
-                transport.notify(peer.agent, _HELLO)
+            if isinstance(event, NotificationReceived) and event.data:
+                transport.notify(peer.agent, event.data)
         if transport.name != "tcp":
             time.sleep(_POLL_PAUSE_S)  # the writer copies by itself; who spins here takes a core
     transport.close()

@@ -59,6 +59,7 @@ REAL_TIME_PRIORITY = 2  #: Above that of `engine/bench`, which may run beside.
 RAW_PAUSE_S = 0.0002  #: Between two polls of raw NIXL: a loop without a pause takes a core.
 COMPATIBILITY = b"bench"  #: Both ends must have the same bytes to compare.
 SECRET = "bench"  #: What peers prove to know, on a machine that has no cluster.
+RECEIVER_ENDED = "the receiving process has ended"  #: Text of a TimeoutError.
 _OWN_AGENT = "NIXL_INIT_AGENT"  #: NIXL's name for the side that begins a transfer.
 _START_NOTE = b"start"  #: From the receiver: it waits for the transfers now.
 _DATA_NOTE = b"data"  #: Behind each raw transfer.
@@ -388,25 +389,37 @@ class ReceiverProcess:
         far.close()
         try:
             self.opened: OpenedEnd = self._answer(DEADLINE_S)
-        except (EOFError, TimeoutError):
+        except (EOFError, ConnectionError, TimeoutError):
             self.close()
             raise TimeoutError("the other process did not open its transport") from None
 
     def connect(self, sender: OpenedEnd) -> None:
-        """Tells the process how the sender is reached. It must come before `ask`."""
-        self._pipe.send(sender)
+        """Tells the process how the sender is reached. It must come before `ask`.
+
+        Raises TimeoutError when the process has ended.
+        """
+        self._send(sender)
 
     def ask(self, request: ExchangeRequest) -> None:
-        """Has the process begin an exchange; `received` waits for its end."""
-        self._pipe.send(request)
+        """Has the process begin an exchange; `received` waits for its end.
+
+        Raises TimeoutError when the process has ended.
+        """
+        self._send(request)
 
     def received(self) -> Received:
         """Waits for the end of what was asked for. Raises TimeoutError."""
         try:
             received: Received = self._answer(2 * TICKET_WAIT_S)
-        except EOFError:
-            raise TimeoutError("the receiving process has ended") from None
+        except (EOFError, ConnectionError):
+            raise TimeoutError(RECEIVER_ENDED) from None
         return received
+
+    def _send(self, message: OpenedEnd | ExchangeRequest) -> None:
+        try:
+            self._pipe.send(message)
+        except ConnectionError:
+            raise TimeoutError(RECEIVER_ENDED) from None
 
     def _answer(self, wait_s: float) -> Any:
         if not self._pipe.poll(wait_s):

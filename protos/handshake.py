@@ -36,8 +36,10 @@ HANDSHAKE_BYTES_MAX = 4096  #: The largest size of a handshake's message.
 HANDSHAKE_TIMEOUT_S = 5.0
 #: At most so many callers of one listener may have proved nothing yet; when one more comes, the
 #: listener hangs up on the oldest. A flood keeps a peer out only if it opens so many connections
-#: while the peer's handshake goes on.
-UNPROVED_CALLERS_MAX = 64
+#: while the peer's handshake goes on. Peers that dial at once would keep each other out likewise,
+#: so the limit is far above the number of peers that a cluster has. It is also below the number of
+#: files that a process may open.
+UNPROVED_CALLERS_MAX = 512
 NONCE_BYTES = 16  #: Of `a` and `b`; 128 random bits never come twice.
 LENGTH = struct.Struct(">I")  #: Stands in front of each message.
 _encode = msgspec.msgpack.Encoder().encode
@@ -180,5 +182,6 @@ def _decoded(data: bytes, message_type: type[Message]) -> Message:
     """Return the message that the other end sent. Raises HandshakeRefused if it is another."""
     try:
         return msgspec.msgpack.decode(data, type=message_type)
-    except (msgspec.DecodeError, UnicodeError):
+    # RecursionError: the decoder also goes into the values of fields that the message lacks.
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         raise HandshakeRefused(f"what came is no {message_type.__name__}") from None

@@ -158,7 +158,8 @@ class FrameConnection:
         self._received_at = self._loop.time()
         try:
             frame = self._decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # RecursionError: the arrays in it are nested deeper than the decoder goes.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConnectionError(f"{self.name}: malformed frame: {error}") from None
         if not isinstance(frame, Heartbeat):
             self._busy_at = self._received_at
@@ -287,7 +288,10 @@ class FrameListener:
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`; return "host:port"."""
-        self._server = await asyncio.start_server(self._accept, host, 0, start_serving=False)
+        # The kernel lets so many callers wait; with fewer, peers that dial at once lose a second.
+        self._server = await asyncio.start_server(
+            self._accept, host, 0, backlog=UNPROVED_CALLERS_MAX, start_serving=False
+        )
         address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
         self._own_secret = secret_of_listener(self._secret, LISTENER_KIND, address)
         await self._server.start_serving()

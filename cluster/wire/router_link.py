@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -21,7 +22,9 @@ from .connection import FrameConnection, dial
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5  #: Pause between the end of a connection, or a try that failed, and the next try.
+#: The longest pause between the end of a connection, or a try that failed, and the next try. Each
+#: pause is drawn from the upper half: all links lose a router at once, and must not redial at once.
+RETRY_S = 0.5
 FIND_TIMEOUT_S = 10.0  #: Limit of one call of `find_router`.
 
 
@@ -84,7 +87,7 @@ class RouterLink:
                 silent_s = self._connection.silent_s
                 self._connection = None
                 self._on_lost(silent_s)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.0))
 
     async def _run_connection(self) -> None:
         """Find the router, connect, and hand its frames on, until the connection ends."""

@@ -42,6 +42,7 @@ class Tiering:
         tell_role: Callable[[BlocksLoaded], None],
         submit_to_engine: Callable[[BlockDemoted], None],
     ) -> None:
+        self._engine = engine
         self._kv = engine.kv_pool
         self._tell_role = tell_role
         self._submit_to_engine = submit_to_engine
@@ -51,16 +52,24 @@ class Tiering:
         limits = TierLimits(settings.memory_mib << 20, disk_bytes)
         # Files that another model or KV layout has left in the folder are of another compatibility.
         self.tiers = TieredStore(self._kv.block_bytes, engine.compatibility, limits, folder)
+        #: What the engine counts by where it has no tiers.
+        self._count_without_tiers = engine.count_tier_blocks
         # The engine calls this for how much of a prefix the tiers hold, before it reserves blocks.
         engine.count_tier_blocks = self.tiers.count_held_blocks
 
     def _claim_folder(self, root: Path, pool: str) -> Path | None:
         """Return the first folder that no other worker has; None (no disk tier) if there is none.
 
-        None also if a folder cannot be made or its lock file cannot be opened: the folders after it
-        are not tried. A worker that starts again finds the blocks of the last worker with this
+        None also if a folder cannot be made, or its lock file cannot be opened or locked: the
+        folders after it are not tried. A `~` in front of `root` is the home folder of the user who
+        runs the worker. A worker that starts again finds the blocks of the last worker with this
         folder, whose lock ended with its process.
         """
+        try:
+            root = root.expanduser()
+        except RuntimeError as error:  # there is no such user, or the user has no home folder
+            log.error("no disk tier: %s", error)
+            return None
         for index in range(FOLDER_LIMIT):
             folder = root / f"{pool}-{index}"
             try:
@@ -72,9 +81,13 @@ class Tiering:
                 return None
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:  # another worker has this folder
                 os.close(lock)
                 continue
+            except OSError as error:
+                os.close(lock)
+                log.error("no disk tier: %s", error)
+                return None
             self._folder_lock = lock
             return folder
         log.error("no disk tier: %d workers have folders in %s", FOLDER_LIMIT, root)
@@ -116,6 +129,8 @@ class Tiering:
             accepted = self.tiers.store(content, self._block_view(block), copying_ended)
             if not accepted:
                 copying_ended(copied=False)
+        if not self.tiers.is_open:  # their thread has ended: the engine need not offer them more
+            self._engine.count_tier_blocks = self._count_without_tiers
 
     def _copying_ended(self, block: int, copied: bool) -> None:
         self._submit_to_engine(BlockDemoted(block, copied))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from array import array
 
@@ -22,7 +23,8 @@ class MemoryStore:
         self.block_bytes = block_bytes
         self._region = mmap.mmap(-1, slots * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANON)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._region.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
+                self._region.madvise(mmap.MADV_HUGEPAGE)
         self._blocks = np.frombuffer(self._region, np.uint8).reshape(slots, block_bytes)
         self._checksums = array("Q", bytes(8 * slots))  #: by slot
 

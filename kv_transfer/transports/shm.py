@@ -13,6 +13,7 @@ dies.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -20,6 +21,7 @@ import os
 import socket
 import struct
 import uuid
+from array import array
 from collections.abc import Iterator
 
 import numpy as np
@@ -75,15 +77,22 @@ class MappedPool:
     """A peer's pool in this process's memory, and the writer's end of the gate in front of it."""
 
     def __init__(self, pool_file: int, gate_file: int, size: int) -> None:
-        """Takes over both files; `size` is that of the pool in bytes."""
+        """Takes over both files; `size` is that of the pool in bytes.
+
+        Raises OSError or ValueError when the pool cannot be mapped; both files are closed then.
+        """
         self._gate = gate_file
         self._size = size
         try:
             self._map = mmap.mmap(pool_file, size)
+        except BaseException:
+            os.close(gate_file)
+            raise
         finally:
             os.close(pool_file)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def copy(self, pool: Pool, spans: Spans) -> None:
@@ -126,6 +135,24 @@ class MappedPool:
 
 def _is_outside(starts: np.ndarray, sizes: np.ndarray, pool_bytes: int) -> bool:
     return bool((starts < 0).any() or (starts + sizes > pool_bytes).any())
+
+
+def _receive_files(
+    sock: socket.socket, data_bytes: int, file_limit: int
+) -> tuple[bytes, list[int]]:
+    """Returns what came, at most `data_bytes`, and the files that came with it. Raises OSError.
+
+    No program that this process starts inherits the files: `socket.recv_fds`, which ignores its
+    `flags` in Python 3.11, would let them through.
+    """
+    files = array("i")
+    data, ancillary, _, _ = sock.recvmsg(
+        data_bytes, socket.CMSG_LEN(file_limit * files.itemsize), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            files.frombytes(content[: len(content) - len(content) % files.itemsize])
+    return data, files.tolist()
 
 
 class ShmTransport(SocketTransport):
@@ -184,14 +211,17 @@ class ShmTransport(SocketTransport):
     def _read_reply(self, connection: OutgoingConnection) -> bool:
         """Maps the pool that the peer hands over."""
         pool_bytes = self._cards[connection.peer].size
-        data, files, _, _ = socket.recv_fds(connection.sock, _POOL_SIZE.size, 2)
+        data, files = _receive_files(connection.sock, _POOL_SIZE.size, file_limit=2)
         # Anything else: a later message, which peers do not send, or another pool's size.
         if len(files) != 2 or data != _POOL_SIZE.pack(pool_bytes):
             for file in files:
                 os.close(file)
             return False
         pool_file, gate_file = files
-        self._maps[connection.peer] = MappedPool(pool_file, gate_file, pool_bytes)
+        try:
+            self._maps[connection.peer] = MappedPool(pool_file, gate_file, pool_bytes)
+        except ValueError:  # the file is smaller than the pool
+            return False
         connection.frames_paused = False
         return True
 

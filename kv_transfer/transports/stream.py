@@ -68,6 +68,7 @@ NOTE_BYTES_LIMIT = 1 << 20  #: more than any note has; a larger one is a malform
 #: lost.
 WAITING_BYTES_LIMIT = 16 << 20
 DIAL_TIMEOUT_S = 2.0  #: for the peer's kernel to accept the connection
+REFUSAL_LOG_S = 60.0  #: between two lines of the log about callers that were refused
 ACCEPT_LIMIT = 64  #: callers that one poll accepts
 SYSTEM_CALL_LIMIT = 64  #: system calls at one look at a socket: one busy peer starves no other
 SEND_BUFFER_LIMIT = 64  #: buffers in one `sendmsg`
@@ -133,7 +134,8 @@ class OutgoingConnection:
         self.sock = sock
         self.connected = False  #: True once the peer has accepted the connection.
         self.proved = False  #: True once both ends have proved who they are.
-        self.frames_paused = True  #: True while no frame may begin: the connection is set up.
+        #: True while no frame may begin: the connection is still being set up.
+        self.frames_paused = True
         #: When the setting up fails; the peer's accepting gives it `HANDSHAKE_TIMEOUT_S` more.
         self.setup_deadline_s = time.monotonic() + DIAL_TIMEOUT_S
         self._handshake = handshake
@@ -357,6 +359,8 @@ class SocketTransport:
         self._disconnected: set[str] = set()
         self._events: list[TransportEvent] = []  #: what the next `poll` returns
         self._handles = itertools.count()
+        self._next_refusal_log_s = 0.0  #: when the log may have the next line about a refusal
+        self._unlogged_refusals = 0  #: since the last such line
 
     # ---- what a subclass says --------------------------------------------------------------------
 
@@ -502,10 +506,11 @@ class SocketTransport:
         """Drives all connections as far as they go now; returns what has happened."""
         ready = self._selector.select(0)
         self.moving = bool(ready)
+        listener_is_ready = False
         for key, mask in ready:
             connection: IncomingConnection | OutgoingConnection | None = key.data
             if connection is None:  # the listener
-                self._accept()
+                listener_is_ready = True
             elif connection.sock.fileno() < 0:  # hung up by what came before it in this loop
                 continue
             elif isinstance(connection, IncomingConnection):
@@ -514,6 +519,9 @@ class SocketTransport:
                 self._conclude_dial(connection)
             elif mask & selectors.EVENT_READ:
                 self._receive_reply(connection)
+        # Last: a new caller may take the place of the oldest unproved one, whose proof is read now.
+        if listener_is_ready:
+            self._accept()
 
         self._send_what_waits()
         self._drop_slow_callers()
@@ -583,7 +591,10 @@ class SocketTransport:
         was_unproved = not connection.peer
         try:
             alive = connection.read()
-        except (ValueError, OSError):  # malformed, or no proof: whoever sent it is hung up on
+        except HandshakeRefused as error:
+            self._log_refusal(error)
+            alive = False
+        except (ValueError, OSError):  # malformed, or the caller left: it is hung up on
             alive = False
         if was_unproved and connection.peer:
             del self._unproved[connection]
@@ -597,6 +608,20 @@ class SocketTransport:
             self._hang_up(connection)
             if connection.peer:
                 self._disconnect(connection.peer, "closed")
+
+    def _log_refusal(self, error: HandshakeRefused) -> None:
+        """Logs that a caller was refused; at most once in `REFUSAL_LOG_S`, as anybody may call."""
+        now = time.monotonic()
+        if now < self._next_refusal_log_s:
+            self._unlogged_refusals += 1
+            return
+        log.warning(
+            "refused a connection: %s (and %d others since the last such line)",
+            error,
+            self._unlogged_refusals,
+        )
+        self._next_refusal_log_s = now + REFUSAL_LOG_S
+        self._unlogged_refusals = 0
 
     # ---- the end ---------------------------------------------------------------------------------
 

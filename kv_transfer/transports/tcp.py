@@ -32,6 +32,7 @@ from .stream import (
 
 RUN_LIMIT = 1 << 20  #: runs in one write; more than any write has
 READ_BUFFER_LIMIT = 64  #: buffers in one `recvmsg_into`
+BACKLOG = 1024  #: callers that may wait at a time to be accepted
 SCRATCH_BYTES = 1 << 16  #: dropped data is read in parts of so many
 
 
@@ -137,7 +138,8 @@ class TcpTransport(SocketTransport):
         """
         self.pool = pool
         self.admit = admit
-        super().__init__(agent, socket.create_server((host, 0), family=_family_of(host)), secret)
+        listener = socket.create_server((host, 0), family=_family_of(host), backlog=BACKLOG)
+        super().__init__(agent, listener, secret)
 
     def address(self) -> bytes:
         host, port = self._listener.getsockname()[:2]

@@ -252,3 +252,15 @@ def test_pools_in_which_nobody_could_serve_are_refused() -> None:
         load_config(None, {"pools.decode.replicas": 0})
     alone = {"pools.prefill.replicas": 0, "router.disaggregate": "auto"}
     assert load_config(None, alone).pools.prefill.replicas == 0
+
+
+@pytest.mark.parametrize("folder", ["kv", "./kv"])
+def test_a_relative_folder_of_tiers_is_refused_in_words(folder: str) -> None:
+    """It would be a folder of wherever each worker happens to run."""
+    with pytest.raises(ConfigError, match=r"kv_tiers\.folder must begin with / or ~"):
+        load_config(None, {"kv_tiers.memory_mib": 64, "kv_tiers.folder": folder})
+
+
+@pytest.mark.parametrize("folder", ["/kv", "~/kv"])
+def test_a_folder_of_tiers_may_be_in_the_home_folder(folder: str) -> None:
+    assert load_config(None, {"kv_tiers.folder": folder}).kv_tiers.folder == folder

@@ -336,12 +336,23 @@ def test_rates_of_rdma_ports_and_nics_are_read_as_the_kernel_writes_them(tmp_pat
     (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
     (port / "state").write_text("4: ACTIVE\n")
     assert diagnosis.rdma_ports(tmp_path / "infiniband") == [NetworkPort("mlx5_0:1", 400.0, True)]
-    for name, speed, state in (("eth0", "25000", "up"), ("eth1", "-1", "down"), ("lo", "", "")):
+    interfaces = [
+        ("eth0", "25000", "up"),
+        ("eth1", "-1", "down"),
+        ("lo", "", ""),
+        ("tap0", "", "unknown"),  # its driver does not say whether it is up
+    ]
+    for name, speed, state in interfaces:
         (tmp_path / "net" / name).mkdir(parents=True)
         (tmp_path / "net" / name / "speed").write_text(speed)
         (tmp_path / "net" / name / "operstate").write_text(state)
+    (tmp_path / "net" / "bonding_masters").write_text("bond0")  # a file among the folders
     nics = diagnosis.network_interfaces(tmp_path / "net")
-    assert nics == [NetworkPort("eth0", 25.0, True), NetworkPort("eth1", None, False)]
+    assert nics == [
+        NetworkPort("eth0", 25.0, True),
+        NetworkPort("eth1", None, False),
+        NetworkPort("tap0", None, True),
+    ]
     assert diagnosis.rdma_ports(tmp_path / "nothing") == []
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from diptych.cluster.wire import connection as connection_module
+from diptych.cluster.wire import router_link
 from diptych.cluster.wire.connection import FrameConnection, FrameListener
 from diptych.cluster.wire.router_link import RouterLink
 from diptych.protos import frames as f
@@ -103,3 +104,29 @@ async def test_a_busy_router_that_falls_silent_is_given_up_before_an_idle_one(
         await asyncio.wait_for(lost.wait(), 20.0)
     silent.set()
     running.cancel()
+
+
+async def test_links_that_lose_a_router_at_once_do_not_redial_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def recorded_sleep(delay_s: float) -> None:
+        pauses.append(delay_s)
+        await sleep(0)
+
+    monkeypatch.setattr(router_link.asyncio, "sleep", recorded_sleep)
+
+    async def find() -> str:
+        raise OSError("no router")
+
+    hello = PeerIdentity("w", "worker", "s")
+    link = RouterLink(find, hello, 2.0, lambda: None, lambda _: None)
+    running = asyncio.ensure_future(link.run())
+    async with asyncio.timeout(20):
+        while len(pauses) < 20:
+            await sleep(0)
+    running.cancel()
+    assert len(set(pauses)) > 10
+    assert all(router_link.RETRY_S / 2 <= pause <= router_link.RETRY_S for pause in pauses)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import pytest
 from diptych.cluster import event_log, router_service
 from diptych.cluster.cli.explain import _logged_events
+from diptych.cluster.config import RouterSettings
 from diptych.cluster.event_log import EventLog
 from diptych.cluster.router_service import RouterService
 from diptych.protos import frames as f
@@ -185,3 +187,16 @@ async def test_a_router_that_ends_sends_the_spans_that_it_has(
         assert time.monotonic() - began < 0.9, "a collector that says nothing holds nobody up"
         service._clock.cancel()
         service._metrics.close()
+
+
+def test_a_log_in_the_home_folder_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    config = SimpleNamespace(router=RouterSettings(log_folder="~/log"))
+    service: Any = SimpleNamespace(config=config)
+    log = RouterService._open_log(service)
+    assert log is not None
+    log.write(Router(RouterConfig(), 1), e.GatewayJoined("g"), 1.0)
+    log.flush()
+    assert (tmp_path / "home" / "log").is_dir()
+    assert not (tmp_path / "~").exists()

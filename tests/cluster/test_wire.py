@@ -283,6 +283,20 @@ def test_strangers_are_bounded_and_keep_no_peer_out(monkeypatch: pytest.MonkeyPa
     run(test)
 
 
+def test_peers_that_dial_at_once_all_come_in() -> None:
+    """As many as a large cluster has."""
+
+    async def test() -> None:
+        server = Server()
+        address = await server.listener.start("127.0.0.1")
+        peers = await asyncio.gather(*(dialled(address) for _ in range(150)))
+        assert len(server.names) == len(peers)
+        for peer in peers:
+            peer.abort()
+
+    run(test)
+
+
 def test_a_refusal_without_words_is_logged_by_its_class(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -300,6 +314,10 @@ def test_a_refusal_without_words_is_logged_by_its_class(
     assert "refused a connection: TimeoutError" in caplog.messages
 
 
+#: More arrays in each other than a decoder goes into: it raises RecursionError.
+DEEP = b"\x91" * 3500 + b"\xc0"
+
+
 def rubbish(number: int) -> bytes:
     """Before the handshake: noise, a cut frame, a huge length, another protocol."""
     random = Random(number)
@@ -313,6 +331,7 @@ def rubbish(number: int) -> bytes:
         len(hello).to_bytes(4, "big") + hello,
         b"GET / HTTP/1.1\r\n\r\n",
         b"",
+        with_length(b"\x81\xa1x" + DEEP),
     ]
     return shapes[number % len(shapes)]
 
@@ -325,8 +344,8 @@ def spoiled(number: int) -> bytes:
     for _ in range(random.randrange(1, 6)):
         data[random.randrange(len(data))] = random.randrange(256)
     alien = msgspec.msgpack.encode(f.AttemptPlaced(("r", 0), 1, None, "d", 0, 0.0))
-    deep = b"\x91" * 5000 + b"\xc0"
-    shapes = [bytes(data), random.randbytes(random.randrange(400)), alien, deep]
+    deep_field = b"\x82\xa4type\xa5abort\xa1x" + DEEP  # which no frame has: it is skipped
+    shapes = [bytes(data), random.randbytes(random.randrange(400)), alien, DEEP, deep_field]
     body = shapes[number % len(shapes)]
     if number % 7 == 6:
         return (wire.FRAME_BYTES_MAX + 1 + number).to_bytes(4, "big") + body

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 
 import pytest
@@ -40,3 +41,16 @@ def test_a_shared_pool_is_the_file_that_others_map() -> None:
         assert other[:] == bytes(kv.view)
         other[:] = bytes(kv.size)
     assert kv.layer(0)[0].eq(0).all()
+
+
+class MapWithoutHugePages(mmap.mmap):
+    """A mapping of a kernel that has no huge pages."""
+
+    def madvise(self, *_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_kernel_without_huge_pages_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "mmap", MapWithoutHugePages)
+    memory, start = huge.allocate(1 << 16, "a pool")
+    assert len(memory) - start >= 1 << 16

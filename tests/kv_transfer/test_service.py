@@ -312,11 +312,22 @@ def test_a_sink_that_its_source_lost_hears_so_when_it_asks(open_pair):
     assert arrived(decode.next()) == landed("request#1")
 
 
-def test_a_note_that_nobody_understands_is_counted_and_ignored(open_pair):
+@pytest.mark.parametrize(
+    "note", [b"\xc1 no message", b"\x93\xa1G\xa0" + b"\x91" * 3500 + b"\xc0"], ids=["bytes", "deep"]
+)
+def test_a_note_that_nobody_understands_is_counted_and_ignored(open_pair, note):
     prefill, decode = open_pair()
     ship(prefill, decode)
     decode.next()
-    prefill.service._transport.notify(decode.agent, b"\xc1 no message")
+    transport = prefill.service._transport
+    poll = transport.poll
+
+    def notify_and_poll():  # on the thread of the transport, which no other thread may use
+        transport.poll = poll
+        transport.notify(decode.agent, note)
+        return poll()
+
+    transport.poll = notify_and_poll
     eventually(lambda: decode.service.statistics()["failures"].get("malformed") == 1, "a count")
     assert decode.service.alive
 

@@ -2,13 +2,18 @@
 
 import errno
 import fcntl
+import mmap
 import os
+import socket
+import tempfile
 
 import pytest
 from diptych.kv_transfer.errors import TransportUnavailable
+from diptych.kv_transfer.speed import SpeedPool
+from diptych.kv_transfer.tiers.memory import MemoryStore
 from diptych.kv_transfer.transports import open_transport, shm
 from diptych.kv_transfer.transports.stream import KIND, EndOfWrite, OutgoingConnection
-from diptych.protos.handshake import DiallerHandshake, PeerIdentity
+from diptych.protos.handshake import DiallerHandshake, PeerIdentity, with_length
 
 from ..kit.conformance import MemoryPool, TransportPair, spans, write
 from .support import SECRET
@@ -139,6 +144,65 @@ def test_an_owner_that_leaves_with_unread_notes_is_a_lost_peer():
     right.close()
     pair.until(lambda: left.downs() == 1, "the peer's end")
     pair.close()
+
+
+class MapWithoutHugePages(mmap.mmap):
+    """A mapping of a kernel that has no huge pages."""
+
+    def madvise(self, *_):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+@pytest.mark.parametrize(
+    "reserve",
+    [
+        lambda: TransportPair(
+            lambda agent, pool, admit: shm.ShmTransport(agent, pool, secret=SECRET)
+        ).connect(),
+        lambda: MemoryStore(slots=2, block_bytes=4096),
+        lambda: SpeedPool(1 << 16, shared=False),
+        lambda: SpeedPool(1 << 16, shared=True),
+    ],
+    ids=["a peer's pool", "the memory tier", "a private pool", "a shared pool"],
+)
+def test_a_kernel_without_huge_pages_is_enough(monkeypatch, reserve):
+    monkeypatch.setattr(mmap, "mmap", MapWithoutHugePages)
+    reserved = reserve()
+    if isinstance(reserved, TransportPair):
+        reserved.close()
+
+
+def test_a_peer_whose_file_is_smaller_than_its_pool_is_lost(both):
+    """The mapping fails; no file stays open, and the thread goes on."""
+    left, right = both.left, both.right
+    card = right.card()
+    left.transport.remove_peer(right.agent)
+    left.transport.add_peer(card)
+    files = len(os.listdir("/proc/self/fd"))
+    with tempfile.TemporaryFile() as small:
+        right.transport._pool_file = small.fileno()
+        handle = write(left, right, [1], [2], b"unsent")
+        both.until(lambda: left.downs() == 1, "the writer notices")
+        right.transport._pool_file = right.pool.fd
+    both.until(lambda: right.downs() >= 1, "the owner notices")
+    assert left.wrote()[handle] == [False]
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_the_files_of_a_peer_are_not_inherited(both):
+    assert not os.get_inheritable(mapped(both)._gate)
+
+
+def test_a_stranger_that_says_a_deep_hello_changes_nothing(both):
+    """More arrays in each other than a decoder goes into: it raises RecursionError."""
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(b"\0" + both.right.transport.address())
+        stranger.sendall(with_length(b"\x81\xa1x" + b"\x91" * 3500 + b"\xc0"))
+        for _ in range(20):
+            both.poll()
+    assert not both.right.transport._unproved
+    write(both.left, both.right, [1], [2], b"still here")
+    both.until(lambda: b"still here" in both.right.notes(), "a write after the stranger")
 
 
 class RecordingSocket:

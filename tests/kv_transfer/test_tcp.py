@@ -67,6 +67,8 @@ def hello(name="left#0", nonce=b"n" * 16, proof=b"p" * 32):
     return with_length(msgspec.msgpack.encode(Hello(name, stream.KIND, nonce, proof)))
 
 
+#: More arrays in each other than a decoder goes into: it raises RecursionError.
+DEEP = b"\x91" * 3500 + b"\xc0"
 #: What strangers say, who know no secret.
 GARBAGE = {
     "http": b"GET / HTTP/1.1\r\nHost: example\r\n\r\n",
@@ -79,6 +81,7 @@ GARBAGE = {
     "a Hello with a wrong proof": hello(),
     "a wrong proof, then a note": hello() + frame(stream.FrameKind.NOTIFICATION, b"?"),
     "a name that is no text": hello().replace(b"left#0", b"\xff\xfe\xfd\xfc\xfb\xfa"),
+    "a Hello with a deep value": with_length(b"\x81\xa1x" + DEEP),
     "nothing": b"",
 }
 #: What members say, behind the handshake.
@@ -240,6 +243,20 @@ def test_a_stranger_that_listens_learns_nothing_and_gets_nothing():
     pair.close()
 
 
+def test_a_stranger_that_listens_and_says_a_deep_message_is_hung_up_on():
+    pair = TransportPair(open_tcp)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = "{}:{}".format(*listener.getsockname()).encode()
+        pair.left.transport.add_peer(msgspec.structs.replace(pair.right.card(), address=address))
+        pair.left.transport.notify(pair.right.agent, b"for a peer only")
+        stranger, _ = listener.accept()
+        with stranger:
+            stranger.sendall(with_length(b"\x81\xa1x" + DEEP))
+            pair.until(lambda: pair.left.downs() == 1, "the dialler notices")
+            assert hung_up(stranger)
+    pair.close()
+
+
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
@@ -297,6 +314,58 @@ def test_strangers_are_bounded_and_keep_no_peer_out(monkeypatch):
     for stranger in strangers:
         stranger.close()
     pair.close()
+
+
+def test_peers_that_dial_at_once_all_come_in():
+    """As many as a large cluster has, and the listener looks only when all have dialled."""
+    pair = TransportPair(open_tcp)
+    pool = MemoryPool()
+    peers = [open_tcp(f"peer#{number}", pool, lambda *_: True) for number in range(150)]
+    for peer in peers:
+        peer.add_peer(pair.right.card())
+        peer.notify(pair.right.agent, b"hello")
+    events = []
+
+    def all_came_in():
+        for peer in peers:
+            events.extend(peer.poll())
+        return len(pair.right.notes()) == len(peers)
+
+    pair.until(lambda: events or all_came_in(), "the peers' notes")
+    assert not events, "a peer was thrown out"
+    for peer in peers:
+        peer.close()
+    pair.close()
+
+
+def test_a_proof_that_has_come_counts_before_a_new_caller_does(monkeypatch):
+    """Both wait at one look: the caller that has proved itself keeps its place."""
+    monkeypatch.setattr(stream, "UNPROVED_CALLERS_MAX", 1)
+    pair = TransportPair(open_tcp)
+    listener_secret = handshake.secret_of_listener(SECRET, stream.KIND, pair.right.agent)
+    dialler = DiallerHandshake(PeerIdentity("member#0", stream.KIND, listener_secret))
+    with call(pair.right) as member:
+        said = dialler.answer(receive_message(pair, member))
+        with call(pair.right):
+            member.sendall(with_length(said))
+            dialler.conclude(receive_message(pair, member))
+    pair.close()
+
+
+def test_refusals_are_logged_and_do_not_fill_the_log(both, clock, caplog):
+    def refuse(count):
+        for _ in range(count):
+            with call(both.right) as stranger:
+                stranger.sendall(hello("a guest"))
+                while not hung_up(stranger):
+                    both.right.poll()
+
+    refuse(5)
+    assert len(caplog.messages) == 1
+    assert "'a guest' does not know the cluster's secret" in caplog.messages[0]
+    clock[0] += stream.REFUSAL_LOG_S
+    refuse(1)
+    assert len(caplog.messages) == 2 and "4 others" in caplog.messages[1]
 
 
 @pytest.fixture

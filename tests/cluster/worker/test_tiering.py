@@ -1,0 +1,104 @@
+"""Blocks on their way between an engine's pool and the tiers below it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import queue
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from diptych.cluster.config import TierSettings
+from diptych.cluster.worker.tiering import Tiering
+from diptych.engine.commands import BlockDemoted, DemoteBlocks
+from diptych.engine.engine import no_tier_blocks
+
+BLOCK_BYTES = 64 << 10
+CONTENTS = [bytes([number]) * 16 for number in range(2)]
+
+
+def stand_in_engine(block_bytes: int = BLOCK_BYTES) -> Any:
+    """Returns what the tiers see of an engine: a pool of three blocks."""
+    view = memoryview(bytearray(3 * block_bytes))
+    return SimpleNamespace(
+        kv_pool=SimpleNamespace(block_bytes=block_bytes, view=view),
+        compatibility=b"model and layout",
+        count_tier_blocks=no_tier_blocks,
+    )
+
+
+def open_tiers(engine: Any) -> tuple[Tiering, queue.SimpleQueue[BlockDemoted]]:
+    answers: queue.SimpleQueue[BlockDemoted] = queue.SimpleQueue()
+    settings = TierSettings(memory_mib=1)
+    return Tiering("prefill", engine, settings, lambda loaded: None, answers.put), answers
+
+
+def test_tiers_that_have_ended_are_taken_from_the_engine() -> None:
+    """Else the engine offers its blocks for ever, and a prompt asks for what nobody loads."""
+    engine = stand_in_engine()
+    tiering, answers = open_tiers(engine)
+    tiering.demote(DemoteBlocks([(1, CONTENTS[0])]))
+    assert answers.get(timeout=10) == BlockDemoted(1, copied=True)
+    assert engine.count_tier_blocks(CONTENTS) == 1
+    tiering.close()
+    tiering.demote(DemoteBlocks([(2, CONTENTS[1])]))
+    assert answers.get(timeout=10) == BlockDemoted(2, copied=False)
+    assert engine.count_tier_blocks is no_tier_blocks
+
+
+def test_a_memory_tier_smaller_than_a_block_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"kv_tiers\.memory_mib must be at least 3"):
+        open_tiers(stand_in_engine((2 << 20) + 1))
+
+
+def claim(root: Path) -> tuple[Path | None, Tiering]:
+    tiering = object.__new__(Tiering)
+    tiering._folder_lock = None
+    return tiering._claim_folder(root, "prefill"), tiering
+
+
+def test_a_disk_tier_in_the_home_folder_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    settings = TierSettings(memory_mib=1, disk_mib=1, folder="~/kv")
+    tiering = Tiering("prefill", stand_in_engine(), settings, print, print)
+    tiering.close()
+    assert (tmp_path / "home" / "kv" / "prefill-0").is_dir()
+    assert not (tmp_path / "~").exists()
+
+
+def test_a_home_folder_that_nobody_has_leaves_the_worker_without_a_disk_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = TierSettings(memory_mib=1, disk_mib=1, folder="~nobody-has-this-name/kv")
+    Tiering("prefill", stand_in_engine(), settings, print, print).close()
+    assert "no disk tier" in caplog.text
+
+
+def test_each_worker_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    first, holder = claim(tmp_path)
+    second, other = claim(tmp_path)
+    assert first == tmp_path / "prefill-0" and second == tmp_path / "prefill-1"
+    for each in (holder, other):
+        assert each._folder_lock is not None
+        os.close(each._folder_lock)
+
+
+def test_a_folder_that_cannot_be_locked_is_not_called_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder, _ = claim(tmp_path)
+    assert folder is None
+    assert "no disk tier" in caplog.text and "No locks available" in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == files

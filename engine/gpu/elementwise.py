@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..attention import LayerCache
 from ..ops import RmsNorm
+from .overlap import let_next_kernel_start, overlap_options, wait_for_kernels_before
 
 #: Columns of a row that a program (Triton's unit of parallel work) of `silu_mul` takes.
 COLUMNS = 1024
@@ -25,17 +26,32 @@ ROPE_HEADS = 8
 
 
 @triton.jit
-def _rms_norm(rows, weight, out, size, input_row, eps, BLOCK: tl.constexpr):
+def norm_row(row, gain, size, eps):
+    """Return the RMSNorm of a row of `size` numbers, 0 behind them, in the row's dtype."""
+    wide = row.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
+    return (gain.to(tl.float32) * wide.to(row.dtype).to(tl.float32)).to(row.dtype)
+
+
+@triton.jit
+def _rms_norm(
+    rows, weight, out, size, input_row, eps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
     """Compute out = norm(rows) of a row. The grid is (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
+    let_next_kernel_start(OVERLAP)
+    gain = tl.load(weight + columns, mask=inside, other=0.0)
+    wait_for_kernels_before(OVERLAP)
     value = tl.load(rows + row * input_row + columns, mask=inside, other=0.0)
-    wide = value.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    result = gain * wide.to(value.dtype).to(tl.float32)
-    tl.store(out + row * size + columns, result.to(value.dtype), mask=inside)
+    result = norm_row(value, gain, size, eps)
+    tl.store(out + row * size + columns, result, mask=inside)
+
+
+def row_warps(block: int) -> int:
+    """Return the warps for a row of `block` numbers: 512 a warp, 16 for each of its threads."""
+    return min(16, max(1, block // 512))
 
 
 def rms_norm(rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
@@ -51,22 +67,31 @@ def rms_norm(rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
         input_row=rows.stride(0),
         eps=norm.eps,
         BLOCK=block,
-        num_warps=min(16, max(1, block // 512)),  # 512 numbers a warp: 16 for each of its threads
+        num_warps=row_warps(block),
+        **overlap_options(rows),
     )
     return out
 
 
 @triton.jit
-def _silu_mul(rows, out, size, input_row, BLOCK: tl.constexpr):
+def silu_of_gate(gate, value):
+    """Return silu(gate) * value, in the dtype of both."""
+    wide = gate.to(tl.float32)
+    gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    return (gated * value.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _silu_mul(rows, out, size, input_row, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Compute out = silu(gate) * value of BLOCK columns. The grid is (rows, blocks of columns)."""
+    let_next_kernel_start(OVERLAP)
+    wait_for_kernels_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     gate = tl.load(rows + row * input_row + columns, mask=inside, other=0.0)
-    up = tl.load(rows + row * input_row + size + columns, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    gated = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * size + columns, (gated * up.to(tl.float32)).to(gate.dtype), mask=inside)
+    value = tl.load(rows + row * input_row + size + columns, mask=inside, other=0.0)
+    tl.store(out + row * size + columns, silu_of_gate(gate, value), mask=inside)
 
 
 def silu_mul(gates_and_values: torch.Tensor) -> torch.Tensor:
@@ -75,7 +100,12 @@ def silu_mul(gates_and_values: torch.Tensor) -> torch.Tensor:
     size = width // 2
     out = torch.empty(row_count, size, dtype=gates_and_values.dtype, device=gates_and_values.device)
     _silu_mul[(row_count, triton.cdiv(size, COLUMNS))](
-        gates_and_values, out, size, gates_and_values.stride(0), BLOCK=COLUMNS
+        gates_and_values,
+        out,
+        size,
+        gates_and_values.stride(0),
+        BLOCK=COLUMNS,
+        **overlap_options(gates_and_values),
     )
     return out
 
@@ -84,7 +114,7 @@ def silu_mul(gates_and_values: torch.Tensor) -> torch.Tensor:
 def _rope_store(
     qkv, keys, values, q_norm, k_norm, cos, sin, block, offset, eps,
     heads, kv_heads, qkv_row, block_stride, head_stride, token_stride,
-    HALF: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr,
+    HALF: tl.constexpr, HAS_NORM: tl.constexpr, HEADS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Rotate heads of q in place, or store those of k (rotated) or v.
 
@@ -93,6 +123,8 @@ def _rope_store(
     the same numbers of both halves, so nothing is read after its change. `block` and `offset` are
     each row's slot; the norms apply to queries and keys, before they are rotated.
     """
+    let_next_kernel_start(OVERLAP)
+    wait_for_kernels_before(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     low = tl.arange(0, HALF)
     place = tl.load(block + row).to(tl.int64) * block_stride
@@ -181,5 +213,6 @@ def rope_store(
         HAS_NORM=norms is not None,
         HEADS=heads_of_program,
         num_warps=1,
+        **overlap_options(qkv),
     )
     return qkv.view(row_count, -1, head_dim)[:, :heads]

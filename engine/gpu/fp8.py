@@ -8,14 +8,15 @@ first. A row's codes come out again if the checkpoint has a scale for the row an
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from ..linear import Linear
-from ..ops import Ops
+from ..ops import Ops, RmsNorm
+from .elementwise import norm_row, rms_norm, row_warps
+from .few_rows import FEW_ROWS, make_few_rows_product
+from .overlap import let_next_kernel_start, overlap_options, wait_for_kernels_before
 
 #: 8-bit floats with 4 bits of exponent and 3 of mantissa, without infinities.
 E4M3 = torch.float8_e4m3fn
@@ -23,22 +24,30 @@ E4M3 = torch.float8_e4m3fn
 #: The largest number of e4m3fn.
 LARGEST = 448.0
 
-#: So many rows, as a batch of decode has, are multiplied by a kernel of our own: cuBLAS takes a tile
-#: of 128 rows for scales by row, which reads the weights at half of the memory's rate.
-FEW_ROWS = 32
-
 
 @triton.jit
-def _quantize(rows, out, scales, size, input_row, BLOCK: tl.constexpr):
-    """Compute a row's codes and its scale. The grid is (rows,); a row has at most BLOCK numbers."""
+def _quantize(
+    rows, norm_weight, out, scales, size, input_row, eps,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Compute the codes and the scale of a row, or of its RMSNorm.
+
+    The grid is (rows,); a row has at most BLOCK numbers.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    value = tl.load(rows + row * input_row + columns, mask=inside, other=0.0).to(tl.float32)
-    peak = tl.max(tl.abs(value), 0)
+    let_next_kernel_start(OVERLAP)
+    wait_for_kernels_before(OVERLAP)
+    value = tl.load(rows + row * input_row + columns, mask=inside, other=0.0)
+    if HAS_NORM:
+        gain = tl.load(norm_weight + columns, mask=inside, other=0.0)
+        value = norm_row(value, gain, size, eps)
+    wide = value.to(tl.float32)
+    peak = tl.max(tl.abs(wide), 0)
     # 448 is LARGEST: a kernel cannot read a module's variables
     scale = tl.where(peak > 0, peak / 448.0, 1.0)
-    codes = value / scale
+    codes = wide / scale
     # NaN must stay NaN, so that the engine reports a damaged model: by default it would become a
     # bound. `peak` passes over NaN, but no scale makes a number of it.
     codes = tl.maximum(codes, -448.0, propagate_nan=tl.PropagateNan.ALL)
@@ -47,10 +56,12 @@ def _quantize(rows, out, scales, size, input_row, BLOCK: tl.constexpr):
     tl.store(scales + row, scale)
 
 
-def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    rows: torch.Tensor, norm: RmsNorm | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the e4m3 codes [T, size] and the float32 scales [T, 1] of `rows` [T, size].
 
-    On a GPU that is one kernel.
+    With `norm`, those of the rows' RMSNorm. On a GPU that is one kernel.
     """
     if rows.device.type != "cpu":
         codes = torch.empty(rows.shape, dtype=E4M3, device=rows.device)
@@ -58,98 +69,23 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         size = rows.shape[1]
         block = triton.next_power_of_2(size)
         _quantize[(len(rows),)](
-            rows, codes, scales, size=size, input_row=rows.stride(0), BLOCK=block
+            rows,
+            rows if norm is None else norm.weight,  # any pointer: without HAS_NORM it is not read
+            codes,
+            scales,
+            size=size,
+            input_row=rows.stride(0),
+            eps=0.0 if norm is None else norm.eps,
+            BLOCK=block,
+            HAS_NORM=norm is not None,
+            num_warps=row_warps(block),
+            **overlap_options(rows),
         )
         return codes, scales
-    wide = rows.float()
+    wide = (rows if norm is None else rms_norm(rows, norm)).float()
     peak = wide.abs().amax(1, keepdim=True)
     scales = torch.where(peak > 0, peak / LARGEST, 1.0)
     return (wide / scales).clamp(-LARGEST, LARGEST).to(E4M3), scales
-
-
-@dataclass(frozen=True, slots=True)
-class FewRowsTile:
-    """How `_multiply_few` is cut: outputs of a program, inputs of a step, warps and stages."""
-
-    outputs: int
-    inputs: int
-    warps: int
-    stages: int
-
-
-#: For wide matrices, and for those that would give too few programs to fill a GPU.
-WIDE_TILE = FewRowsTile(outputs=64, inputs=128, warps=4, stages=3)
-NARROW_TILE = FewRowsTile(outputs=64, inputs=256, warps=4, stages=6)
-WIDE_OUTPUTS = 16_384  #: A matrix with so many outputs is wide.
-
-
-@triton.jit
-def _multiply_few(
-    rows, weight, row_scales, weight_scales, out, count, outputs, inputs,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
-):  # fmt: skip
-    """Multiply quantized rows by OUTPUTS rows of the weights. The grid is (outputs / OUTPUTS,).
-
-    The weights are the left side, as tensor cores take 64 rows of that side at least.
-    """
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.arange(0, ROWS)
-    depth = tl.arange(0, INPUTS)
-    is_row = row < count
-    weights = weight + output.to(tl.int64)[:, None] * inputs + depth[None, :]
-    codes = rows + row[None, :] * inputs + depth[:, None]
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    for first in range(0, inputs, INPUTS):
-        left = tl.load(weights + first)
-        right = tl.load(codes + first, mask=is_row[None, :], other=0.0)
-        # Tensor cores add FP8 products with few bits: after each step float32 takes their sum.
-        total = tl.dot(left, right, total, max_num_imprecise_acc=INPUTS)
-    scale = tl.load(weight_scales + output)[:, None]
-    scale = scale * tl.load(row_scales + row, mask=is_row, other=0.0)[None, :]
-    to = out + row[None, :] * outputs + output[:, None]
-    tl.store(to, (total * scale).to(out.dtype.element_ty), mask=is_row[None, :])
-
-
-def few_rows_tile(rows: torch.Tensor, weight: torch.Tensor) -> FewRowsTile | None:
-    """Return the tile for a product of `rows` and `weight`; None if `_multiply_few` cannot do it."""
-    outputs, inputs = weight.shape
-    tile = WIDE_TILE if outputs >= WIDE_OUTPUTS else NARROW_TILE
-    fits = outputs % tile.outputs == inputs % tile.inputs == 0
-    return tile if fits and len(rows) <= FEW_ROWS else None
-
-
-def multiply_few(
-    codes: torch.Tensor,
-    weight: torch.Tensor,
-    row_scales: torch.Tensor,
-    weight_scales: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    tile: FewRowsTile,
-) -> torch.Tensor:
-    """Return the product of at most `FEW_ROWS` quantized rows and quantized weights, in `dtype`.
-
-    `codes` [T, inputs] and `weight` [outputs, inputs] are e4m3, contiguous; their scales are float32
-    [T, 1] and [outputs, 1]. The sizes must be multiples of the tile's.
-    """
-    outputs, inputs = weight.shape
-    out = torch.empty(len(codes), outputs, dtype=dtype, device=codes.device)
-    _multiply_few[(outputs // tile.outputs,)](
-        codes,
-        weight,
-        row_scales,
-        weight_scales,
-        out,
-        count=len(codes),
-        outputs=outputs,
-        inputs=inputs,
-        ROWS=max(16, triton.next_power_of_2(len(codes))),
-        OUTPUTS=tile.outputs,
-        INPUTS=tile.inputs,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return out
 
 
 def product(
@@ -162,9 +98,6 @@ def product(
     """
     codes, row_scales = quantize_rows(rows)
     if rows.device.type != "cpu":
-        tile = few_rows_tile(rows, weight)
-        if tile is not None:
-            return multiply_few(codes, weight, row_scales, scales, dtype=dtype, tile=tile)
         column_scales = scales.T.contiguous()
         return torch._scaled_mm(codes, weight.T, row_scales, column_scales, out_dtype=dtype)
     return ((codes.float() @ weight.float().T) * row_scales * scales.T).to(dtype)
@@ -183,6 +116,21 @@ class Fp8Linear(Linear):
         self._gated = gated
         self._weight, self._scales = quantize_rows(ops.keep(weight))
         self._bias = None if bias is None else ops.keep(bias)
+        self._few_rows = make_few_rows_product(
+            self._weight, scales=self._scales, bias=self._bias, gated=gated
+        )
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        norm: RmsNorm | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        few_rows = self._few_rows
+        if few_rows is None or len(rows) > FEW_ROWS:
+            return super().__call__(rows, norm, residual)
+        codes, row_scales = quantize_rows(rows, norm)
+        return few_rows(codes, rows.dtype, row_scales=row_scales, residual=residual)
 
     @staticmethod
     def fits(weight: torch.Tensor) -> bool:

@@ -27,6 +27,7 @@ from .backends import (
     supports_fp8,
 )
 from .experts import GroupedExperts
+from .few_rows import FEW_ROWS, make_few_rows_product
 from .fp8 import Fp8Linear
 from .matmul import matmul
 from .paged import PagedAttention
@@ -56,6 +57,9 @@ class GpuLinear(Linear):
         self._bias = None if bias is None else ops.keep(bias)
         self._ops = ops
         self._gated = gated
+        self._few_rows = None
+        if not ops.exact:
+            self._few_rows = make_few_rows_product(self._weight, bias=self._bias, gated=gated)
 
     def __call__(
         self,
@@ -64,6 +68,8 @@ class GpuLinear(Linear):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         rows = rows if norm is None else self._ops.norm(rows, norm)
+        if self._few_rows is not None and len(rows) <= FEW_ROWS:
+            return self._few_rows(rows, rows.dtype, residual=residual)
         out = self.product(rows, residual)
         return self._ops.silu_mul(out) if self._gated else out
 

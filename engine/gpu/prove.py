@@ -429,6 +429,13 @@ def handover_section(device: torch.device, blocks: int) -> ProofSection:
         f"{blocks} blocks of {layout.block_bytes >> 20} MiB: {result.gb_s:.1f} GB/s, "
         + ("every byte arrived" if result.intact else "bytes DIFFER")
     )
+    if result.checksum_gb_s is not None:
+        # Each end makes the checksums once. In a worker that overlaps with the writes.
+        seconds_a_gb = 1 / result.gb_s + 2 / result.checksum_gb_s
+        section.lines.append(
+            f"checksums: {result.checksum_gb_s:.1f} GB/s at each end; "
+            f"{1 / seconds_a_gb:.1f} GB/s with those of both ends, one after another"
+        )
     return section
 
 

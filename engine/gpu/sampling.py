@@ -5,8 +5,9 @@ parameters: each row is reduced in a fixed order, whatever stands beside it.
 
 - `_scan` adjusts a chunk of a row (penalties, bias, masks) and finds its best id.
 - `_cut` finds where top_k and top_p end, by searching for the value at the border: counts and masses
-  of what is above some values, until two values next to each other are left. Of equal values the
-  lowest ids are inside. Only rows that have such a parameter are searched.
+  of what is above some values, until two values next to each other are left. Two passes over a
+  row leave few ids to search among. Of equal values the lowest ids are inside. Only rows that have
+  such a parameter are searched.
 - `_draw` finds the best id of a chunk of such a row, among those inside.
 - `_pick` takes the best chunk, counts the id, and works out its logprob.
 - `_list` finds the likeliest ids of rows that want them, or the logprobs of ids that they name.
@@ -15,8 +16,9 @@ The noise is that of `engine.sampler.gumbel_noise`: Philox 4x64-10 (Salmon et al
 (seed, position), as numpy counts it, in float64. So a seed gives the same draws on a CPU and here,
 and no generator's state is kept, or travels.
 
-Weights for top_p are float32 and their sums float64, in another order than numpy's. So the last id
-inside may be another one where its border is within `NUCLEUS_TOLERANCE` of top_p.
+Weights for top_p are float32, and so are sums of SPAN of them; sums of these are float64. numpy adds
+in another order. So the last id inside may be another one where its border is within
+`NUCLEUS_TOLERANCE` of top_p.
 """
 
 from __future__ import annotations
@@ -38,8 +40,13 @@ NUCLEUS_TOLERANCE = 1e-5
 #: Values that a pass of the search for a border counts above: it narrows the range so many times.
 PIVOTS = 8
 
-#: Chunks that the search reads at a time: it waits less often for memory.
-WIDE = 8
+#: Ids that the search reads at a time, and its warps.
+SPAN = 4096
+SEARCH_WARPS = 8
+
+#: Passes of the search over all ids, before those are listed that are left. After a single one, most
+#: ids of a model that finds all nearly equally likely would be left.
+WHOLE_PASSES = tl.constexpr(2)
 
 _POSITION = tl.constexpr(int(RowField.POSITION))
 _SEED = tl.constexpr(int(RowField.SEED))
@@ -275,20 +282,20 @@ def _scan(
     if (temperature > 0) & (is_cut == 0):
         key, key2 = _keys(counter, rows, width, row)
         words_of = _philox(number, key, key2)
-    best = tl.full([], float("-inf"), tl.float64)
-    best_id = tl.full([], _NO_ID, tl.int32)
-    top = tl.full([], float("-inf"), tl.float32)
-    peak = tl.full([], float("-inf"), tl.float32)
-    peak_id = tl.full([], _NO_ID, tl.int32)
-    damaged = tl.full([], 0, tl.int32)
-    overflowed = tl.full([], 0, tl.int32)
+    # of each of CHUNK / 4 lanes at first: reducing them costs more than comparing
+    best = tl.full([CHUNK // 4], float("-inf"), tl.float64)
+    best_id = tl.full([CHUNK // 4], _NO_ID, tl.int32)
+    top = tl.full([CHUNK // 4], float("-inf"), tl.float32)
+    peak = tl.full([CHUNK // 4], float("-inf"), tl.float32)
+    peak_id = tl.full([CHUNK // 4], _NO_ID, tl.int32)
+    damaged = tl.full([CHUNK // 4], 0, tl.int32)
+    overflowed = tl.full([CHUNK // 4], 0, tl.int32)
     for word in tl.static_range(4):
         index = counter * 4 + word
         inside = index < vocab
         logit = tl.load(base + index, mask=inside, other=float("-inf")).to(tl.float32)
-        damaged = tl.maximum(damaged, tl.max((logit != logit).to(tl.int32), 0))
-        word_peak, word_peak_id = _best_of(logit, index)
-        peak, peak_id = _better_of(peak, peak_id, word_peak, word_peak_id)
+        damaged = tl.maximum(damaged, (logit != logit).to(tl.int32))
+        peak, peak_id = _better_of(peak, peak_id, logit, index)
         if is_adjusted:
             logit = _adjust(
                 logit, index, inside, rows=rows, width=width, row=row,
@@ -297,14 +304,19 @@ def _scan(
             )  # fmt: skip
             logit = tl.where(inside, logit, float("-inf"))
             tl.store(scores + row * vocab + index, logit, mask=inside)
-            overflowed = tl.maximum(overflowed, tl.max((logit != logit).to(tl.int32), 0))
-        top = tl.maximum(top, tl.max(logit, 0))
+            overflowed = tl.maximum(overflowed, (logit != logit).to(tl.int32))
+        top = tl.maximum(top, logit)
         if not is_cut:
             value = logit.to(tl.float64)
             if temperature > 0:
                 value = value / temperature + _noise(words_of[word])
-            word_best, word_id = _best_of(tl.where(inside, value, float("-inf")), index)
-            best, best_id = _better_of(best, best_id, word_best, word_id)
+            value = tl.where(inside, value, float("-inf"))
+            best, best_id = _better_of(best, best_id, value, index)
+    best, best_id = _best_of(best, best_id)
+    peak, peak_id = _best_of(peak, peak_id)
+    top = tl.max(top, 0)
+    damaged = tl.max(damaged, 0)
+    overflowed = tl.max(overflowed, 0)
     total = tl.full([], 0.0, tl.float32)
     if _number(rows, width, row, _LOGPROBS) >= 0:
         total = _exp_sum(base, counter, vocab, peak)
@@ -318,126 +330,184 @@ def _scan(
 
 
 @triton.jit
-def _load_inside(base, chunk, vocab, temperature, cut_value, CHUNK: tl.constexpr):
-    """Return the values of a chunk, their ids, and which of them min_p and masks let in."""
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    value = tl.load(base + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
-    inside = (value.to(tl.float64) / temperature >= cut_value) & (value > float("-inf"))
-    return value, index, inside & (index < vocab)
-
-
-@triton.jit
-def _weights(value, temperature, peak):
-    """Return the weights of values, the largest one's is 1: float32 numbers as float64."""
-    scaled = value.to(tl.float64) / temperature - peak
-    return tl.exp(scaled.to(tl.float32)).to(tl.float64)
-
-
-@triton.jit
-def _top_order(row_tops, first, chunks, WIDE: tl.constexpr):
-    """Return the order of the largest value of WIDE chunks, from `first` on."""
-    chunk = first + tl.arange(0, WIDE)
-    return _order(tl.max(tl.load(row_tops + chunk, mask=chunk < chunks, other=float("-inf")), 0))
-
-
-@triton.jit
-def _search(
-    base, row_tops, low, high, goal, temperature, cut_value, peak, vocab, chunks,
-    BY_COUNT: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, PIVOTS: tl.constexpr,
+def _load_inside(
+    base, candidates, first, count, vocab, temperature, cut_value,
+    LISTED: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest order above or at which there is `goal`, and what is above it.
+    """Return SPAN values from `first` on, their ids, and which of them min_p and masks let in.
 
-    Values are counted, or their weights are summed. There is as much at `low`, and less at `high`.
-    WIDE chunks are read at a time.
+    They are those of the `count` ids that `candidates` lists, or of all `vocab` ids.
     """
-    above = tl.full([], 0.0, tl.float64)
-    lane = tl.arange(0, PIVOTS)
-    while high - low > 1:
-        pivots = low + (high - low) * lane // PIVOTS
-        # at `low` there is enough, so chunks without anything above it tell nothing
-        lowest = tl.maximum(low + 1, low + (high - low) // PIVOTS)
-        sums = tl.zeros([PIVOTS], tl.float64)
-        for first in range(0, chunks, WIDE):
-            if _top_order(row_tops, first, chunks, WIDE) >= lowest:
-                value, _, inside = _load_inside(
-                    base, first // WIDE, vocab, temperature, cut_value=cut_value, CHUNK=CHUNK * WIDE
-                )
-                order = _order(value)
-                if BY_COUNT:
-                    weight = inside.to(tl.float64)
-                else:
-                    weight = tl.where(inside, _weights(value, temperature, peak), 0.0)
-                reached = order[None, :] >= pivots[:, None]
-                sums += tl.sum(tl.where(reached, weight[None, :], 0.0), 1)
-        enough = (sums >= goal) | (pivots <= low)
-        above = tl.maximum(above, tl.max(tl.where(enough, 0.0, sums), 0))
-        new_low = tl.max(tl.where(enough, pivots, low), 0)
-        high = tl.min(tl.where(enough, high, pivots), 0)
-        low = new_low
-    return low, above
+    place = first + tl.arange(0, SPAN)
+    if LISTED:
+        exists = place < count
+        index = tl.load(candidates + place, mask=exists, other=0)
+    else:
+        exists = place < vocab
+        index = place
+    value = tl.load(base + index, mask=exists, other=float("-inf")).to(tl.float32)
+    inside = exists & (value > float("-inf"))
+    if cut_value > float("-inf"):
+        inside = inside & (value.to(tl.float64) / temperature >= cut_value)
+    return value, index, inside
 
 
 @triton.jit
-def _count_inside(
-    base, vocab, chunks, temperature, cut_value, CHUNK: tl.constexpr, WIDE: tl.constexpr
+def _weights(value, top, inverse_temperature):
+    """Return the float32 weights of values; that of `top`, the largest one, is 1."""
+    return tl.exp((value - top) * inverse_temperature)
+
+
+@triton.jit
+def _sums_from(
+    pivots, base, candidates, count, vocab, temperature, cut_value, top,
+    BY_COUNT: tl.constexpr, LISTED: tl.constexpr, SPAN: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return how many values of a row min_p and masks let in, float64."""
-    count = tl.full([], 0.0, tl.float64)
-    for first in range(0, chunks, WIDE):
-        _, _, inside = _load_inside(
-            base, first // WIDE, vocab, temperature, cut_value=cut_value, CHUNK=CHUNK * WIDE
-        )
-        count += tl.sum(inside.to(tl.float64), 0)
+    """Return how many values are at or above each pivot, or the sums of their weights, float64."""
+    sums = tl.zeros([PIVOTS], tl.float64)
+    inverse_temperature = (1.0 / temperature).to(tl.float32)
+    pivot_values = _value_of(pivots)
+    end = vocab
+    if LISTED:
+        end = count
+    for first in range(0, end, SPAN):
+        value, _, inside = _load_inside(
+            base, candidates, first, count=count, vocab=vocab, temperature=temperature,
+            cut_value=cut_value, LISTED=LISTED, SPAN=SPAN,
+        )  # fmt: skip
+        weight = inside.to(tl.float32)
+        if not BY_COUNT:
+            weight = tl.where(inside, _weights(value, top, inverse_temperature), 0.0)
+        reached = value[None, :] >= pivot_values[:, None]
+        sums += tl.sum(tl.where(reached, weight[None, :], 0.0), 1).to(tl.float64)
+    return sums
+
+
+@triton.jit
+def _narrow(pivots, sums, low, high, goal, above):
+    """Return the range between the pivots that have the goal and those that have not.
+
+    Also returns how much there is at its upper end and above.
+    """
+    enough = (sums >= goal) | (pivots <= low)
+    above = tl.maximum(above, tl.max(tl.where(enough, 0.0, sums), 0))
+    new_low = tl.max(tl.where(enough, pivots, low), 0)
+    return new_low, tl.min(tl.where(enough, high, pivots), 0), above
+
+
+@triton.jit
+def _first_pivots(low, top, temperature, PIVOTS: tl.constexpr):
+    """Return `low`, the next order, and orders ever nearer to the largest value.
+
+    Their distances from it halve, beginning with 24 temperatures: less likely ids are of no weight.
+    """
+    lane = tl.arange(0, PIVOTS)
+    distance = 0.75 * tl.exp2((PIVOTS - 1 - lane).to(tl.float32)) * temperature.to(tl.float32)
+    pivots = tl.maximum(_order(top - distance), low + 1)
+    pivots = tl.where(lane == 1, low + 1, pivots)
+    return tl.where(lane == 0, low, pivots)
+
+
+@triton.jit
+def _list_range(
+    base, candidates, low, high, vocab, temperature, cut_value, SPAN: tl.constexpr
+):  # fmt: skip
+    """Write the ids whose values are from `low` up to `high` to `candidates`; return how many."""
+    count = tl.full([], 0, tl.int32)
+    low_value = _value_of(low)
+    high_value = _value_of(high)
+    for first in range(0, vocab, SPAN):
+        value, index, inside = _load_inside(
+            base, candidates, first, count=0, vocab=vocab, temperature=temperature,
+            cut_value=cut_value, LISTED=False, SPAN=SPAN,
+        )  # fmt: skip
+        listed = inside & (value >= low_value) & (value < high_value)
+        place = count + tl.cumsum(listed.to(tl.int32), 0) - 1
+        tl.store(candidates + place, index, mask=listed)
+        count += tl.sum(listed.to(tl.int32), 0)
+    tl.debug_barrier()  # other threads of the program read what was written
     return count
 
 
 @triton.jit
-def _weight_above(
-    base, row_tops, border, temperature, cut_value, peak, vocab, chunks,
-    CHUNK: tl.constexpr, WIDE: tl.constexpr,
+def _search(
+    base, candidates, low, goal, share, ties, temperature, cut_value, top, vocab,
+    BY_COUNT: tl.constexpr, SPAN: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """Return the float64 sum of the weights of a row's values whose order is above `border`."""
-    total = tl.full([], 0.0, tl.float64)
-    for first in range(0, chunks, WIDE):
-        if _top_order(row_tops, first, chunks, WIDE) >= border:
-            value, _, inside = _load_inside(
-                base, first // WIDE, vocab, temperature, cut_value=cut_value, CHUNK=CHUNK * WIDE
-            )
-            weight = _weights(value, temperature, peak)
-            total += tl.sum(tl.where(inside & (_order(value) > border), weight, 0.0), 0)
-    return total
+    """Return the largest order at or above which there is a goal, what is above it, goal and count.
+
+    Values are counted, and there are to be `goal`. Or their weights are summed, and these are to be
+    `share` of the weights from `low` on, of which `ties` values at `low` count.
+
+    After WHOLE_PASSES over the row few values are left whose side is not known. Their ids are
+    listed in `candidates`, and only they are read from then on. The count is how many they are.
+    """
+    high = _order(top) + 1
+    above = tl.full([], 0.0, tl.float64)
+    lane = tl.arange(0, PIVOTS)
+    pivots = _first_pivots(low, top, temperature, PIVOTS=PIVOTS)
+    for number in range(0, WHOLE_PASSES):
+        if number > 0:
+            pivots = low + (high - low) * lane // PIVOTS
+        sums = _sums_from(
+            pivots, base, candidates, count=0, vocab=vocab, temperature=temperature,
+            cut_value=cut_value, top=top, BY_COUNT=BY_COUNT, LISTED=False, SPAN=SPAN,
+            PIVOTS=PIVOTS,
+        )  # fmt: skip
+        if not BY_COUNT:
+            from_low = tl.sum(tl.where(lane == 0, sums, 0.0), 0)
+            above_low = tl.sum(tl.where(lane == 1, sums, 0.0), 0)
+            at_low = _weights(_value_of(low), top, (1.0 / temperature).to(tl.float32))
+            limited = above_low + ties * at_low.to(tl.float64)
+            wanted_weight = share * tl.minimum(from_low, limited)
+            goal = tl.where(number == 0, tl.maximum(wanted_weight, 1e-300), goal)
+        low, high, above = _narrow(pivots, sums, low, high, goal=goal, above=above)
+    count = _list_range(
+        base, candidates, low, high=high, vocab=vocab, temperature=temperature,
+        cut_value=cut_value, SPAN=SPAN,
+    )  # fmt: skip
+    outside = above
+    while high - low > 1:
+        pivots = low + (high - low) * lane // PIVOTS
+        sums = outside + _sums_from(
+            pivots, base, candidates, count=count, vocab=vocab, temperature=temperature,
+            cut_value=cut_value, top=top, BY_COUNT=BY_COUNT, LISTED=True, SPAN=SPAN,
+            PIVOTS=PIVOTS,
+        )  # fmt: skip
+        low, high, above = _narrow(pivots, sums, low, high, goal=goal, above=above)
+    return low, above, goal, count
 
 
 @triton.jit
 def _last_tie(
-    base, row_tops, border, ties, temperature, cut_value, vocab, chunks, CHUNK: tl.constexpr
+    base, candidates, count, border, ties, vocab, temperature, cut_value, SPAN: tl.constexpr
 ):  # fmt: skip
-    """Return the id of value number `ties` of those at `border`; _NO_ID where all are inside."""
+    """Return the id of value number `ties` of the listed ones at `border`; _NO_ID: all are inside."""
     last = tl.full([], _NO_ID, tl.int32)
     found = tl.full([], 0.0, tl.float64)
-    if ties < 2147483647.0:
-        for chunk in range(0, chunks):
-            if (found < ties) & (_order(tl.load(row_tops + chunk)) >= border):
-                value, index, inside = _load_inside(
-                    base, chunk, vocab, temperature, cut_value=cut_value, CHUNK=CHUNK
-                )
-                equal = inside & (_order(value) == border)
-                rank = found + tl.cumsum(equal.to(tl.int32), 0).to(tl.float64)
-                last = tl.minimum(last, tl.min(tl.where(equal & (rank == ties), index, _NO_ID)))
-                found += tl.sum(equal.to(tl.float64), 0)
+    for first in range(0, count, SPAN):
+        value, index, inside = _load_inside(
+            base, candidates, first, count=count, vocab=vocab, temperature=temperature,
+            cut_value=cut_value, LISTED=True, SPAN=SPAN,
+        )  # fmt: skip
+        equal = inside & (_order(value) == border)
+        rank = found + tl.cumsum(equal.to(tl.int32), 0).to(tl.float64)
+        last = tl.minimum(last, tl.min(tl.where(equal & (rank == ties), index, _NO_ID)))
+        found += tl.sum(equal.to(tl.float64), 0)
     return last
 
 
 @triton.jit
 def _cut(
-    logits, rows, scores, tops, border_orders, border_ids,
+    logits, rows, scores, tops, candidates, border_orders, border_ids,
     width, vocab, logit_stride, chunks,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, WIDE: tl.constexpr, PIVOTS: tl.constexpr,
+    CHUNKS: tl.constexpr, SPAN: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
     """Find the border of what a row may draw. The grid is (rows,).
 
     Inside are the values above the border, and at the border the ids up to its own. First top_k
-    moves the border up, then top_p, of the weights that top_k leaves.
+    moves the border up, then top_p, of the weights that top_k leaves. `candidates` has room for
+    `vocab` ids of each row.
     """
     row = tl.program_id(0).to(tl.int64)
     if _number(rows, width, row, _POSITION) < 0:
@@ -448,51 +518,38 @@ def _cut(
     base = logits + _number(rows, width, row, _LOGIT_ROW) * logit_stride
     if _is_adjusted(rows, width, row):
         base = scores + row * vocab
-    row_tops = tops + row * chunks
+    candidates += row * vocab
     at = tl.arange(0, CHUNKS)
-    top = tl.max(tl.load(row_tops + at, mask=at < chunks, other=float("-inf")), 0)
-    peak = top.to(tl.float64) / temperature
-    cut_value = peak + _real(rows, width, row, _MIN_P_LOG)
+    top = tl.max(tl.load(tops + row * chunks + at, mask=at < chunks, other=float("-inf")), 0)
+    cut_value = top.to(tl.float64) / temperature + _real(rows, width, row, _MIN_P_LOG)
     # behind -inf: what is forbidden is never inside
-    lowest = _order(tl.full([], float("-inf"), tl.float32)) + 1
-    border = lowest
+    border = _order(tl.full([], float("-inf"), tl.float32)) + 1
     # how many values at the border are inside; without a limit more than there can be
     ties = tl.full([], 2147483647.0, tl.float64)
+    count = tl.full([], 0, tl.int32)  # of candidates: the values at the border are among them
     finite = top - top == 0
     top_k = _number(rows, width, row, _TOP_K)
     if finite & (top_k > 0):
-        goal = top_k.to(tl.float64)
-        inside_count = _count_inside(
-            base, vocab, chunks, temperature, cut_value=cut_value, CHUNK=CHUNK, WIDE=WIDE
-        )
-        if inside_count > goal:
-            border, above = _search(
-                base, row_tops, low=lowest, high=_order(top) + 1, goal=goal,
-                temperature=temperature, cut_value=cut_value, peak=peak, vocab=vocab,
-                chunks=chunks, BY_COUNT=True, CHUNK=CHUNK, WIDE=WIDE, PIVOTS=PIVOTS,
-            )  # fmt: skip
-            ties = goal - above
+        border, above, goal, count = _search(
+            base, candidates, border, goal=top_k.to(tl.float64), share=1.0, ties=ties,
+            temperature=temperature, cut_value=cut_value, top=top, vocab=vocab,
+            BY_COUNT=True, SPAN=SPAN, PIVOTS=PIVOTS,
+        )  # fmt: skip
+        ties = goal - above
     top_p = _real(rows, width, row, _TOP_P)
     if finite & (top_p < 1.0):
-        total = _weight_above(
-            base, row_tops, border, temperature, cut_value=cut_value, peak=peak, vocab=vocab,
-            chunks=chunks, CHUNK=CHUNK, WIDE=WIDE,
+        nucleus, above, goal, count = _search(
+            base, candidates, border, goal=ties, share=top_p, ties=ties,
+            temperature=temperature, cut_value=cut_value, top=top, vocab=vocab,
+            BY_COUNT=False, SPAN=SPAN, PIVOTS=PIVOTS,
         )  # fmt: skip
-        if border > lowest:
-            total += ties * _weights(_value_of(border), temperature, peak)
-        goal = tl.maximum(top_p * total, 1e-300)
-        nucleus, above = _search(
-            base, row_tops, low=border, high=_order(top) + 1, goal=goal,
-            temperature=temperature, cut_value=cut_value, peak=peak, vocab=vocab,
-            chunks=chunks, BY_COUNT=False, CHUNK=CHUNK, WIDE=WIDE, PIVOTS=PIVOTS,
-        )  # fmt: skip
-        missing = tl.ceil((goal - above) / _weights(_value_of(nucleus), temperature, peak))
-        missing = tl.maximum(missing, 1.0)
+        weight = _weights(_value_of(nucleus), top, (1.0 / temperature).to(tl.float32))
+        missing = tl.maximum(tl.ceil((goal - above) / weight.to(tl.float64)), 1.0)
         ties = tl.where(nucleus == border, tl.minimum(missing, ties), missing)
         border = nucleus
     last = _last_tie(
-        base, row_tops, border, ties, temperature=temperature, cut_value=cut_value,
-        vocab=vocab, chunks=chunks, CHUNK=CHUNK,
+        base, candidates, count, border=border, ties=ties, vocab=vocab, temperature=temperature,
+        cut_value=cut_value, SPAN=SPAN,
     )  # fmt: skip
     tl.store(border_orders + row, border)
     tl.store(border_ids + row, last)
@@ -734,6 +791,7 @@ class _ChunkResults:
     peaks: torch.Tensor  #: float32 [rows, chunks]: the largest logits of the model.
     peak_ids: torch.Tensor  #: int32 [rows, chunks]: the ids of these logits.
     sums: torch.Tensor  #: float32 [rows, chunks]: sums of exp(logit - peak), for logprobs.
+    candidates: torch.Tensor  #: int32 [rows, vocab]: ids that may be at the border of cut rows.
     border_orders: torch.Tensor  #: int64 [rows, 1]: the `_order` of the border of cut rows.
     border_ids: torch.Tensor  #: int32 [rows, 1]: the last id at the border that is inside.
 
@@ -752,6 +810,7 @@ class _ChunkResults:
             peaks=empty(chunks, torch.float32),
             peak_ids=empty(chunks, torch.int32),
             sums=empty(chunks, torch.float32),
+            candidates=empty(logits.shape[1], torch.int32),
             border_orders=empty(1, torch.int64),
             border_ids=empty(1, torch.int32),
         )
@@ -794,13 +853,13 @@ def sample_rows(
         packed,
         scores=results.scores,
         tops=results.tops,
+        candidates=results.candidates,
         border_orders=results.border_orders,
         border_ids=results.border_ids,
-        CHUNK=CHUNK,
         CHUNKS=padded_chunks,
-        WIDE=WIDE,
+        SPAN=SPAN,
         PIVOTS=PIVOTS,
-        num_warps=8,
+        num_warps=SEARCH_WARPS,
         **sizes,
     )
     _draw[(width, chunks)](

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from diptych.engine.gpu import digest, elementwise, experts, fp8, matmul, paged, sampling
+from diptych.engine.gpu import (
+    digest,
+    elementwise,
+    experts,
+    few_rows,
+    fp8,
+    matmul,
+    paged,
+    sampling,
+)
 from diptych.kv_transfer.vram import GOLDEN, MIX
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -49,8 +58,23 @@ SAMPLING = {
     **dict.fromkeys(("out_peaks", "out_tops", "out_logprobs", "top_logprobs"), WIDE),
     **dict.fromkeys(("rows", "border_orders", "out_ids", "out_ranks"), LONGS),
     **dict.fromkeys(("counts", "list_ids", "masks", "ids", "peak_ids", "border_ids"), INTS),
-    **dict.fromkeys(("top_ids", "triples"), INTS),
+    **dict.fromkeys(("candidates", "top_ids", "triples"), INTS),
     "values": F64,
+}
+FEW = {
+    **dict.fromkeys(("rows", "weight", "bias", "residual", "out"), HALF),
+    **dict.fromkeys(("row_scales", "weight_scales", "partials"), WIDE),
+    "arrivals": INTS,
+}
+FEW_TILE = {
+    "ROWS": few_rows.FEW_ROWS,
+    "OUTPUTS": 64,
+    "INPUTS": 128,
+    "SPLITS": 4,
+    "SCALED": False,
+    "GATED": False,
+    "HAS_BIAS": True,
+    "HAS_RESIDUAL": True,
 }
 CHUNKS = {"CHUNK": sampling.CHUNK, "CHUNKS": 128}
 FP8 = {"keys": "*fp8e4nv", "values": "*fp8e4nv"}
@@ -66,6 +90,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         {"KEYS": 64, "SPLIT": 256, "DIM": 128},
         1,
     ),
+    "decode of many rows": (
+        paged._decode,
+        ATTEND,
+        DECODE | {"KEYS": paged.MANY_PROGRAMS_TILE.keys},
+        paged.MANY_PROGRAMS_TILE.warps,
+    ),
     "rms_norm": (
         elementwise._rms_norm,
         {**dict.fromkeys(("rows", "weight", "out"), HALF), "eps": "fp32"},
@@ -80,19 +110,12 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         {"HALF": 64, "HAS_NORM": False, "HEADS": 1},
         1,
     ),
-    "multiply_few": (
-        fp8._multiply_few,
-        {
-            **dict.fromkeys(("rows", "weight"), "*fp8e4nv"),
-            **dict.fromkeys(("row_scales", "weight_scales"), WIDE),
-            "out": HALF,
-        },
-        {
-            "ROWS": fp8.FEW_ROWS,
-            "OUTPUTS": fp8.NARROW_TILE.outputs,
-            "INPUTS": fp8.NARROW_TILE.inputs,
-        },
-        fp8.NARROW_TILE.warps,
+    "multiply_few": (few_rows._multiply_few, FEW, FEW_TILE, 4),
+    "multiply_few fp8": (
+        few_rows._multiply_few,
+        {**FEW, **dict.fromkeys(("rows", "weight"), "*fp8e4nv")},
+        FEW_TILE | {"SCALED": True, "SPLITS": 1, "GATED": True, "HAS_RESIDUAL": False},
+        4,
     ),
     "matmul": (matmul._matmul, MATMUL, TILE | {"HAS_BIAS": False, "HAS_RESIDUAL": True}, 8),
     "experts": (experts._grouped, EXPERTS, MANY, 8),
@@ -111,16 +134,16 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     ),
     "quantize": (
         fp8._quantize,
-        {"rows": HALF, "out": "*fp8e4nv", "scales": WIDE},
-        {"BLOCK": 16384},
-        4,
+        {"rows": HALF, "norm_weight": HALF, "out": "*fp8e4nv", "scales": WIDE, "eps": "fp32"},
+        {"BLOCK": 16384, "HAS_NORM": True},
+        16,
     ),
     "scan": (sampling._scan, SAMPLING, {"CHUNK": sampling.CHUNK}, 4),
     "cut": (
         sampling._cut,
         SAMPLING,
-        CHUNKS | {"WIDE": sampling.WIDE, "PIVOTS": sampling.PIVOTS},
-        8,
+        {"CHUNKS": 128, "SPAN": sampling.SPAN, "PIVOTS": sampling.PIVOTS},
+        sampling.SEARCH_WARPS,
     ),
     "draw": (sampling._draw, SAMPLING, CHUNKS, 4),
     "pick": (sampling._pick, SAMPLING, {"CHUNKS": 128}, 4),
@@ -157,6 +180,9 @@ def build(name: str, capability: int) -> dict[str, Any]:
     else:
         kernel, types, constants, warps = KERNELS[name]
     constants = constants | dict.fromkeys(ones, 1)
+    overlaps = capability >= 90
+    if "OVERLAP" in kernel.arg_names:
+        constants = constants | {"OVERLAP": overlaps}
     kinds = {
         arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names
     }
@@ -167,7 +193,9 @@ def build(name: str, capability: int) -> dict[str, Any]:
     }
     source = ASTSource(kernel, kinds, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target=target, options={"num_warps": warps})
+    made = triton.compile(
+        source, target=target, options={"num_warps": warps, "launch_pdl": overlaps}
+    )
     spilled, registers = resources(made.asm["cubin"])
     return {
         "registers": registers,

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-#: These spill a little. Of the sizes that were tried on an H200 they were the fastest all the same.
-SPILLING = {"multiply_few", "cut of 1 row"}
 SHARED_MOST = 227 << 10  #: bytes of shared memory that a block of sm_90 and sm_100 may have
 
 
@@ -25,7 +23,7 @@ def compiled(capability: int, cache: Path) -> dict[str, dict]:
 
 
 def check(found: dict[str, dict]) -> None:
-    assert {name for name, kernel in found.items() if kernel["stack_bytes"]} <= SPILLING
+    assert not [name for name, kernel in found.items() if kernel["stack_bytes"]]
     assert max(kernel["shared_bytes"] for kernel in found.values()) <= SHARED_MOST
 
 

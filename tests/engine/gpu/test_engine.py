@@ -123,6 +123,7 @@ def test_exact_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("exact_dots")
 def test_exact_bits_do_not_depend_on_the_batch(small: Callable[[str], Path]) -> None:
     """The start-up check: a text whole, in chunks and row by row, KV and logits too."""
     owner = engine(small("llama"), "triton", exact=True)

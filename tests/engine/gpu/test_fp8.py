@@ -11,7 +11,7 @@ from diptych.engine.attention import RowSpan, StepRows
 from diptych.engine.engine import Engine
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.gpu import fp8
-from diptych.engine.ops import Ops
+from diptych.engine.ops import Ops, RmsNorm
 
 from . import reference
 from .test_engine import engine
@@ -37,11 +37,22 @@ def test_codes_of_a_checkpoint_come_out_again() -> None:
     assert torch.equal(fp8.quantize_rows(stored)[0].view(torch.uint8), codes.view(torch.uint8))
 
 
+def quantize(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, norm: RmsNorm | None = None
+) -> None:
+    """Run the kernel that a GPU runs."""
+    weight, eps = (x, 0.0) if norm is None else (norm.weight, norm.eps)
+    fp8._quantize[(len(x),)](
+        x, weight, codes, scales, x.shape[1], x.stride(0), eps,
+        BLOCK=256, HAS_NORM=norm is not None, OVERLAP=False,
+    )  # fmt: skip
+
+
 def test_the_kernel_gives_the_same_codes() -> None:
     """Nearly: Triton 3.7's interpreter rounds ties up and loses a carry, a GPU does not."""
     x = torch.randn(3, 200)
     codes, scales = torch.empty(3, 200, dtype=fp8.E4M3), torch.empty(3, 1)
-    fp8._quantize[(3,)](x, codes, scales, 200, x.stride(0), BLOCK=256)
+    quantize(x, codes, scales)
     expected, expected_scales = fp8.quantize_rows(x)
     torch.testing.assert_close(scales, expected_scales)
     mine, theirs = (one.view(torch.uint8).int() for one in (codes, expected))
@@ -65,7 +76,7 @@ def test_nan_stays_nan() -> None:
     expected = torch.tensor([False, True, True, True], device=x.device)
     assert torch.equal(back.isnan().any(1), expected)
     kernel_codes, kernel_scales = torch.empty(4, 200), torch.empty(4, 1)
-    fp8._quantize[(4,)](x, kernel_codes, kernel_scales, 200, x.stride(0), BLOCK=256)
+    quantize(x, kernel_codes, kernel_scales)
     assert torch.equal(kernel_codes.isnan().any(1), expected)
 
 
@@ -111,23 +122,15 @@ def test_they_are_settings_of_a_gpu(small: Callable[[str], Path]) -> None:
         engine(small("llama"), "triton", weights="fp8", exact=True)
 
 
-def test_few_rows_are_multiplied_as_many_are() -> None:
-    """The interpreter makes float32 of FP8 first, so sums differ in their order alone."""
-    rows = torch.randn(5, 512)
-    weight = torch.randn(128, 512)
-    codes, row_scales = fp8.quantize_rows(rows)
-    weight_codes, weight_scales = fp8.quantize_rows(weight)
-    tile = fp8.few_rows_tile(codes, weight_codes)
-    assert tile == fp8.NARROW_TILE
-    few = fp8.multiply_few(
-        codes, weight_codes, row_scales, weight_scales, dtype=torch.float32, tile=tile
-    )
-    many = (codes.float() @ weight_codes.float().T) * row_scales * weight_scales.T
-    torch.testing.assert_close(few, many, rtol=1e-4, atol=1e-3)
-
-
-def test_rows_that_are_many_or_odd_go_to_the_library() -> None:
-    weight = torch.empty(128, 512, dtype=fp8.E4M3)
-    assert fp8.few_rows_tile(torch.empty(fp8.FEW_ROWS + 1, 512), weight) is None
-    assert fp8.few_rows_tile(torch.empty(2, 528), torch.empty(128, 528)) is None
-    assert fp8.few_rows_tile(torch.empty(2, 512), torch.empty(fp8.WIDE_OUTPUTS, 512)) is not None
+def test_codes_of_a_norm_are_those_of_the_normed_rows() -> None:
+    """The kernel norms and quantizes at once; the interpreter's rounding to FP8 is off, as above."""
+    x = torch.randn(3, 200)
+    norm = RmsNorm(torch.rand(200) + 0.5, 1e-5)
+    codes, scales = torch.empty(3, 200, dtype=fp8.E4M3), torch.empty(3, 1)
+    quantize(x, codes, scales, norm)
+    expected, expected_scales = fp8.quantize_rows(Ops().norm(x, norm))
+    torch.testing.assert_close(scales, expected_scales)
+    mine, theirs = (one.view(torch.uint8).int() for one in (codes, expected))
+    assert (mine != theirs).double().mean() < 0.1
+    on_cpu, _ = fp8.quantize_rows(x, norm)
+    assert (on_cpu.view(torch.uint8).int() != theirs).double().mean() < 0.02

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diptych.engine.gpu import sampling
 from diptych.engine.gpu.decode import DecodeRunner
 from diptych.engine.gpu.pipeline import DecodePipeline
 from diptych.engine.gpu.random_model import make_random_model
@@ -87,6 +88,17 @@ def test_a_row_gets_the_id_of_the_cpu_sampler(pipeline: DecodePipeline, kind: st
         logits = logits.round()
     elif kind == "flat":
         logits[:] = 0.0
+    host, device = both(pipeline, logits, samplings)
+    assert device == host
+
+
+def test_a_search_reads_a_row_in_pieces(
+    pipeline: DecodePipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real vocabulary has many pieces; here a smaller piece makes five of this one."""
+    monkeypatch.setattr(sampling, "SPAN", 256)
+    samplings = [*PUBLISHED, *OTHERS[2:4]]
+    logits = (torch.randn(len(samplings), VOCAB) * 3).round()
     host, device = both(pipeline, logits, samplings)
     assert device == host
 

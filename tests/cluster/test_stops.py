@@ -17,9 +17,12 @@ def cuts(text: str, sizes: list[int]) -> list[str]:
     return [*pieces, text[at:]]
 
 
-def naive(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The first end of any stop; of those that end there, the longest."""
-    for end in range(1, len(text) + 1):
+def naive(text: str, stops: list[str], passed_chars: int = 0) -> tuple[str, str | None]:
+    """The first end of any stop; of those that end there, the longest.
+
+    No stop ends among the first `passed_chars` characters.
+    """
+    for end in range(passed_chars + 1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:
             stop = max(ending, key=len)
@@ -52,16 +55,6 @@ def test_a_stop_may_be_kept(text: str, stop: str, sizes: list[int]) -> None:
     assert out == before + (found or "")
 
 
-def naive_behind(text: str, stops: list[str], passed_chars: int) -> tuple[str, str | None]:
-    """As `naive`, but no stop ends among the first characters."""
-    for end in range(passed_chars + 1, len(text) + 1):
-        ending = [stop for stop in stops if text[:end].endswith(stop)]
-        if ending:
-            stop = max(ending, key=len)
-            return text[: end - len(stop)], stop
-    return text, None
-
-
 @given(
     LETTERS,
     LETTERS,
@@ -72,7 +65,7 @@ def test_a_stop_may_begin_but_not_end_in_what_is_passed_by(
     passed: str, text: str, stops: list[str], sizes: list[int]
 ) -> None:
     watch, out = StopStringFilter(tuple(stops)), ""
-    before, found = naive_behind(passed + text, stops, len(passed))
+    before, found = naive(passed + text, stops, len(passed))
     for piece in cuts(passed, sizes):
         out += watch.pass_by(piece)
         assert before.startswith(out), "told what may not be told"

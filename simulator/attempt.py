@@ -28,6 +28,7 @@ class SimulatedAttempt:
         "first_gap_s",
         "first_token_at",
         "first_token_hold",
+        "gap_before_run_s",
         "has_kv",
         "hit_tokens",
         "is_remote",
@@ -40,6 +41,7 @@ class SimulatedAttempt:
         "moved_tokens",
         "predicted_ttft_s",
         "prefill_factor",
+        "prefill_sends_token",
         "prefill_worker",
         "refusal",
         "request",
@@ -60,6 +62,8 @@ class SimulatedAttempt:
         self.prefill_worker = ""  #: name; "" until the router has placed the attempt
         self.decode_worker = ""  #: name; the same where the prompt is computed where it decodes
         self.is_remote = False  #: its prompt is computed elsewhere than it decodes
+        #: The client gets the token that comes of its prompt at once, not from the decode worker.
+        self.prefill_sends_token = True
         self.is_resumed = False  #: an earlier attempt began to answer
         self.is_running = False  #: it gets a token with every step of its decode worker
         self.has_kv = (
@@ -75,11 +79,14 @@ class SimulatedAttempt:
         self.first_token_at = 0.0  #: while it is held: when it could have gone out
         #: what the gateway does with the first token, until the second one comes; None: nothing
         self.first_token_hold: FirstTokenHold | None = None
-        self.last_token_at = 0.0  #: before it runs, or runs again
+        #: when the client got the last token, earlier attempts' included; not kept while it runs
+        self.last_token_at = 0.0
         self.ended_at = 0.0
         self.first_gap_s = 0.0  #: between its first and second token
         self.late_gaps = 0  #: gaps over the ITL target
         self.late_steps_before = 0  #: of its worker, when it began to run there
+        #: between the last token before it ran and the first one of its run
+        self.gap_before_run_s = 0.0
         self.counted_as_miss = False  #: already, by its late first token
 
     @property

@@ -15,7 +15,7 @@ whose whole time goes to the steps of mode m.
     served_i <= rate * share_i
     sum_i served_i >= target * rate            `target`: the share that must be in time
     served_i <= sum_g prefilled_ig             each phase of a served request is done somewhere
-    served_i <= sum_m decoded_im
+    served_i <= sum_m decoded_im               but for answers of one token, which the prefill makes
     sum_i prefilled_ig * prefill_s_ig + sum_{m in g} tau_m <= n_g              time of the replicas
     sum_i decoded_im * decode_compute_s_im <= tau_m * (1 - step_base / t)      rows and attention
     sum_i decoded_im * decode_read_s_im <= tau_m * (1 - step_s(0, 0) / t)      KV beside weights
@@ -40,7 +40,7 @@ from scipy.optimize import linprog
 from ..protos.frames import Coefficients
 from .errors import SimulationError
 from .fleet import Fleet
-from .hardware import Hardware, find_gpu, find_model
+from .hardware import MOE_ROWS, Hardware, find_gpu, find_model
 from .metrics import Slo
 from .trace import Trace
 
@@ -78,7 +78,7 @@ class RequestClasses:
 
     uncached_tokens: np.ndarray  #: of the prompt, that have to be computed
     pairs: np.ndarray  #: pairs of query and key that the prefill computes
-    output_tokens: np.ndarray
+    decode_steps: np.ndarray  #: of the answer; its first token comes of the prefill
     context_tokens: np.ndarray  #: KV tokens that the steps of the answer read, summed
     shortest_prompt: np.ndarray  #: tokens of the class's shortest prompt
     share: np.ndarray  #: of all requests; the shares add up to 1
@@ -105,8 +105,9 @@ def classify_requests(trace: Trace, reuse: bool = True) -> RequestClasses:
     return RequestClasses(
         uncached_tokens=group_means(prompt - cached),
         pairs=group_means((prompt**2 - cached**2) / 2),
-        output_tokens=group_means(output),
-        context_tokens=group_means(output * (prompt + output / 2)),
+        decode_steps=group_means(output - 1),
+        # Step k reads prompt + k tokens, from the first step to the one before the last token.
+        context_tokens=group_means((output - 1) * (prompt + output / 2)),
         shortest_prompt=np.array([prompt[group].min() for group in groups]),
         share=np.array([len(group) for group in groups]) / len(prompt),
     )
@@ -182,7 +183,7 @@ def kernel_hardware(hardware: Hardware, model: str, *, efficient: bool = True) -
         prefill_pair=shape.attention_flops_per_pair / flops,
         step_base=0.0,
         step_row=row_s,
-        step_weights=shape.weight_bytes / hbm_bytes_per_s,
+        step_weights=shape.weight_bytes_read(MOE_ROWS) / hbm_bytes_per_s,
         step_token=shape.kv_bytes_per_token / hbm_bytes_per_s,
     )
     return replace(hardware, cost=cost, kv_tokens=int(kv_bytes / shape.kv_bytes_per_token))
@@ -286,13 +287,17 @@ class _Program:
         return float(solution.x[columns.rate])
 
     def _add_demand(self, target_share: float) -> None:
-        """No more requests are served than offered, prefilled or decoded; enough of them are."""
+        """No more requests are served than offered, prefilled or decoded; enough of them are.
+
+        Answers of one token are complete when they are prefilled.
+        """
         columns = self.columns
         for index, share in enumerate(self.load.share):
             served = _Term(columns.served[index], 1.0)
             self.constraints.add(served, _Term(columns.rate, -share))
             self.constraints.add(served, _Term(columns.prefilled[:, index], -1.0))
-            self.constraints.add(served, _Term(columns.decoded[:, index], -1.0))
+            if self.load.decode_steps[index]:
+                self.constraints.add(served, _Term(columns.decoded[:, index], -1.0))
         self.constraints.add(_Term(columns.served, -1.0), _Term(columns.rate, target_share))
 
     def _add_pool(self, pool_index: int) -> None:
@@ -331,8 +336,8 @@ def _prefill_seconds(hardware: Hardware, load: RequestClasses) -> np.ndarray:
 
 def _decode_compute_seconds(hardware: Hardware, load: RequestClasses) -> np.ndarray:
     """Return what the rows and the attention of each class's mean answer take."""
-    means = zip(load.output_tokens.tolist(), load.context_tokens.tolist(), strict=True)
-    return np.array([hardware.cost.decode_compute_s(output, context) for output, context in means])
+    means = zip(load.decode_steps.tolist(), load.context_tokens.tolist(), strict=True)
+    return np.array([hardware.cost.decode_compute_s(steps, context) for steps, context in means])
 
 
 def _decode_read_seconds(hardware: Hardware, load: RequestClasses) -> np.ndarray:

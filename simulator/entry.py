@@ -153,8 +153,9 @@ def simulate(
         pace_first_token=pace_first_token,
     )
     document = run_study(study, report_progress)
-    # A search in which no rate was held has nothing to lay beside the recorded run.
-    if trace == RECORDED and calibration and "at_rate" in document["policies"][0]:
+    # Only the same load without faults can be laid beside the recorded run.
+    is_same_load = rate is None and not find_max and head == 1 and not faults
+    if trace == RECORDED and calibration and is_same_load:
         document["live"] = _compare_with_live(calibration, document)
     return StudyResult(document)
 
@@ -323,14 +324,15 @@ def _fleet_options(
 
 def _read_trace(source: TraceSource, calibration: Calibration | None, head: float) -> Trace:
     """Return the trace, or the share `head` of it. Raises SimulationError."""
+    if not 0.01 <= head <= 1:
+        raise SimulationError(f"head {head:g}: expected 0.01 to 1")
     if source == RECORDED:
         if calibration is None:
             raise SimulationError("trace recorded: needs --calibrate-from-live")
-        return calibration.trace()
-    if not 0.01 <= head <= 1:
-        raise SimulationError(f"head {head:g}: expected 0.01 to 1")
-    trace = source if isinstance(source, Trace) else load_trace(str(source))
-    return trace.head(head) if head < 1 else trace
+        trace = calibration.trace()
+    else:
+        trace = source if isinstance(source, Trace) else load_trace(str(source))
+    return trace.head(head)
 
 
 def _check_at_least_one(name: str, value: int) -> None:

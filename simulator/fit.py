@@ -48,6 +48,7 @@ GPU_NAMES = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
 MODEL_NAMES = {"meta-llama/Llama-3.1-70B": "llama3.1-70b", "Qwen/Qwen3-32B": "qwen3-32b"}
 DATA_TYPES = ("bf16", "fp8")  #: of the weights; rows of others are not used
 FITTED_GPU = "H200"  #: the engines on all other GPUs test the fit
+LIMIT_SHARE = 1e-3  #: of the span between two limits: so near to one counts as on it
 LARGE_ERROR = 0.1  #: relative; larger errors count linearly, not squared
 
 #: The fitted engines run one model, so they tell only the sum of a step's overhead and its layers'.
@@ -197,14 +198,19 @@ def fit_overheads(engines: list[MeasuredEngine]) -> Overheads:
 
 
 def find_at_bounds(overheads: Overheads) -> list[str]:
-    """Return the overheads that sit on a limit of the fit, as in `prompt_s 0.01`."""
+    """Return the overheads that sit on a limit of the fit, as in `prompt_s 0.01`.
+
+    The fit ends close to a limit, not on it, and overheads have four digits.
+    """
     values = msgspec.structs.asdict(overheads)
     lower = msgspec.structs.asdict(LOWER_BOUNDS)
     upper = msgspec.structs.asdict(UPPER_BOUNDS)
     return [
         f"{name} {value:g}"
         for name, value in values.items()
-        if lower[name] < upper[name] and value in (lower[name], upper[name])
+        if lower[name] < upper[name]
+        and min(value - lower[name], upper[name] - value)
+        <= LIMIT_SHARE * (upper[name] - lower[name])
     ]
 
 

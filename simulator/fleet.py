@@ -157,7 +157,8 @@ class Faults:
     def parse(text: str) -> Faults:
         """Return the faults of `stale=1s,slow=3x@0,wrong=10%,kill=2@60s`, each optional.
 
-        `slow` and `kill` may come several times. Raises SimulationError.
+        `slow` and `kill` may come several times. Raises SimulationError, also for a time that would
+        be negative (`wrong` above 100 %) or 0 (`slow=0x`).
         """
         report_delay_s = 0.0
         misprediction_share = 0.0
@@ -173,8 +174,13 @@ class Faults:
                     report_delay_s = float(found[1])
                 case "wrong":
                     misprediction_share = float(found[1]) / 100
+                    if misprediction_share > 1:
+                        raise SimulationError(f"faults {part}: expected 100% at most")
                 case "slow":
-                    slow_workers.append((int(found[2]), float(found[1])))
+                    slowness = float(found[1])
+                    if not slowness:
+                        raise SimulationError(f"faults {part}: expected a factor above 0")
+                    slow_workers.append((int(found[2]), slowness))
                 case "kill":
                     killed_workers.append((int(found[1]), float(found[2])))
         return Faults(

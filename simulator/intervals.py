@@ -18,7 +18,8 @@ STRETCHES = 20  #: of each run; a run of fewer requests has one for each
 DRAWS = 2000  #: draws of stretches by which an interval is found
 PERCENTILES = (2.5, 97.5)  #: of the draws, at which an interval ends
 
-#: For each run, whether each request met its targets, in the order of arrival.
+#: For each run, whether each request met its targets, in the order of the requests' numbers: by
+#: arrival, but in a closed loop session by session.
 MetByRun = Sequence[Sequence[bool]]
 
 

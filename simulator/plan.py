@@ -46,6 +46,7 @@ from .processes import simulation_processes
 from .reach import ReachStudy, find_reach, target_curve
 from .search import ProgressReporter, no_progress, split_text
 
+STEP_TOKENS_MINIMUM = 64  #: of `max_step_tokens` in cluster.yaml
 SIMULATED_LAYOUTS = 6  #: limit of the separated layouts that are simulated, for each fleet
 #: A separated layout must serve this times the mixed one's requests/s: mixed is simpler.
 PAYS_FACTOR = 1.05
@@ -383,11 +384,16 @@ def cluster_settings(
 def _replica_settings(hardware: Hardware) -> dict[str, Any]:
     """Return the settings of a pool that make its replicas like this one.
 
-    These are its GPUs; or of a CPU worker its threads, and the limit of its steps if it has one.
+    These are its GPUs; or of a CPU worker its threads, and the limits of its steps. The size of the
+    KV pool is not among them: cluster.yaml has it in MiB, and a calibration in tokens.
     """
     if not hardware.threads:
         return {"tensor_parallel": hardware.tp, "engine": {"device": "cuda"}}
-    engine: dict[str, float] = {"threads": hardware.threads}
+    engine: dict[str, float] = {
+        "threads": hardware.threads,
+        "max_step_tokens": max(hardware.chunk_tokens, STEP_TOKENS_MINIMUM),
+        "max_running": hardware.max_running,
+    }
     if hardware.itl_budget_s and hardware.itl_budget_s < inf:
         engine["itl_budget_ms"] = hardware.itl_budget_s * 1e3
     return {"engine": engine}

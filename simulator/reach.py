@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from .errors import SimulationError
 from .metrics import Slo
 from .planned_layout import FleetLayout, FleetOption, LayoutTask, PlanDemand, simulate_at
 from .search import split_text
@@ -65,6 +66,15 @@ def scaled(slo: Slo, target: Target, factor: float) -> Slo:
     )
 
 
+def can_be_asked(slo: Slo) -> bool:
+    """Return whether these targets can be asked for: within limits that hold for all targets."""
+    try:
+        Slo.parse(str(slo), slo.costs)
+    except SimulationError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class ReachStudy:
     """What is the same for all targets that are tried: the fleets, the load, and its rate."""
@@ -78,6 +88,13 @@ class ReachStudy:
     def share(self) -> float:
         """The share of the requests that must meet a target for it to be within reach."""
         return min(REACH_SHARE, self.demand.share)
+
+    def can_serve(self, layouts: Sequence[FleetLayout], target: Target, factor: float) -> bool:
+        """Return whether targets that are larger by the factor can be asked of each layout."""
+        return all(
+            can_be_asked(scaled(self.option_of[layout.fleet_name].slo(self.demand), target, factor))
+            for layout in layouts
+        )
 
     def serve(
         self, layouts: Sequence[FleetLayout], target: Target, factor: float
@@ -137,12 +154,15 @@ def find_reach(study: ReachStudy, layouts: Sequence[FleetLayout]) -> dict[str, A
 def _find_reached(study: ReachStudy, layouts: Sequence[FleetLayout]) -> ReachedTarget | None:
     """Return the first kind of change that helps, as small as it can be; None if none does.
 
-    The factor is doubled from 2 on, up to `FACTORS_LIMIT`: 1 is known not to suffice.
+    The factor is doubled from 2 on, up to `FACTORS_LIMIT`: 1 is known not to suffice. Targets that
+    nobody could ask for, such as an ITL of more than a day, are not reached.
     """
     for target in Target:
         factor = 2.0
         reached = None
         while factor <= FACTORS_LIMIT and reached is None:
+            if not study.can_serve(layouts, target, factor):
+                break
             layout = study.best(layouts, target, factor)
             if layout.attainment >= study.share:
                 reached = layout
@@ -223,10 +243,13 @@ def _milliseconds(seconds: float) -> str:
 def target_curve(study: ReachStudy, layouts: Sequence[FleetLayout]) -> list[dict[str, Any]]:
     """Return the goodput of each layout over ITL targets, the TTFT as asked.
 
-    Goodput is the requests/s that meet both targets.
+    Goodput is the requests/s that meet both targets. Targets that nobody could ask for are left
+    out.
     """
     points: list[dict[str, Any]] = []
     for factor in CURVE_FACTORS:
+        if not study.can_serve(layouts, Target.ITL, factor):
+            continue
         for layout in study.serve(layouts, Target.ITL, factor):
             slo = scaled(study.option_of[layout.fleet_name].slo(study.demand), Target.ITL, factor)
             interval = layout.interval

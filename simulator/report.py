@@ -283,7 +283,8 @@ def _plot_deciles(axes: Axes, study: StudyDocument) -> None:
     for entry in study["policies"]:
         if "at_rate" in entry:
             width = 2.5 if entry["name"] == OWN_POLICY else 1.0
-            axes.plot(range(1, 11), entry["at_rate"]["deciles"], lw=width, label=_label(entry))
+            deciles = entry["at_rate"]["deciles"]  # fewer than ten of fewer requests
+            axes.plot(range(1, len(deciles) + 1), deciles, lw=width, label=_label(entry))
     axes.set_xlabel("tenth of the prompts, shortest first")
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize=6, ncols=2)

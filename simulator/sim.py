@@ -46,7 +46,8 @@ from .trace import HASH_TOKENS, Trace, WorkloadRequest, count_turns
 from .worker import DEFAULT_MAX_TOKENS, HOP_S, SimulatedWorker
 
 REPORT_INTERVAL_S = 0.5  #: seconds; a report is half of that old on average
-CONTEXT_TOO_LONG = "context_length_exceeded"  #: why the gateway refuses what no pool holds
+#: why the gateway refuses what some worker cannot hold
+CONTEXT_TOO_LONG = "context_length_exceeded"
 TICK_S = 1e-3  #: between two ticks of the router, at least
 SETTLE_S = 5.0  #: before the first arrival: the router has seen every worker join
 SAME_TIME_S = 1e-9  #: Moments that are this close count as the same.
@@ -341,6 +342,7 @@ class Simulation:
         attempt.decode_worker = placed.decode_worker
         attempt.prefill_worker = placed.prefill_worker or placed.decode_worker
         attempt.is_remote = attempt.prefill_worker != attempt.decode_worker
+        attempt.prefill_sends_token = not (self.decode_sends_first_token and attempt.is_remote)
         begins_at = self.now + 2 * HOP_S  # router to gateway, gateway to worker
         if placed.prefix_holder is not None:
             holder = self.workers[placed.prefix_holder]
@@ -402,17 +404,13 @@ class Simulation:
         """
         token_at = self.now + HOP_S
         self._schedule(token_at, Moment.FIRST_TOKEN, attempt.key)
-        is_handed_over = self.decode_sends_first_token and attempt.is_remote
-        if attempt.first_token_at:
-            attempt.late_gaps += 1  # it goes on behind a worker's death: the client has waited
-        elif not is_handed_over:
-            attempt.first_token_at = token_at
-            if token_at - attempt.arrived_at > attempt.ttft_target_s:
+        sent_tokens = attempt.answer_tokens
+        if attempt.prefill_sends_token:
+            sent_tokens += 1
+            is_late = token_at - attempt.arrived_at > attempt.ttft_target_s
+            if is_late and not attempt.is_resumed:
                 self.misses += 1
                 attempt.counted_as_miss = True
-        sent_tokens = attempt.answer_tokens
-        if not is_handed_over:
-            sent_tokens += 1
         if sent_tokens >= attempt.request.output_tokens:
             self._answer_filled(worker, attempt)
         else:
@@ -562,8 +560,13 @@ class Simulation:
         )
 
     def _kill(self, name: str) -> None:
-        """Ends a worker; its requests are placed again, and what was generated is prompt now."""
+        """Ends a worker; its requests are placed again, and what was generated is prompt now.
+
+        A worker that is gone already dies no second time.
+        """
         worker = self.workers[name]
+        if not worker.is_alive:
+            return
         worker.catch_up(self.now)
         worker.is_alive = False
         self.lifetimes[name][1] = self.now
@@ -599,10 +602,12 @@ class Simulation:
         # The client has what earlier attempts and this worker have generated, and the first token
         # of this attempt's prefill, wherever that was computed.
         answer_tokens = max(attempt.answer_tokens, worker.answer_tokens(attempt))
-        if attempt.first_token_at and attempt.filled_at:
+        if attempt.prefill_sends_token and attempt.filled_at:
             answer_tokens = max(answer_tokens, attempt.answer_tokens + 1)
         for holder in self._workers_of(attempt):
             holder.catch_up(self.now)
+        self.workers[attempt.decode_worker].stop_running(attempt)
+        for holder in self._workers_of(attempt):
             holder.release(attempt)
             self._schedule_worker(holder)
         del self.attempts[attempt.key]
@@ -613,6 +618,7 @@ class Simulation:
         if attempt.first_token_hold is not None:  # nobody knows when the second one comes
             let_out_at = min(attempt.first_token_hold.release_at, self.now + HOP_S)
             again.first_token_at = max(let_out_at, attempt.first_token_at)
+        again.last_token_at = max(attempt.last_token_at, again.first_token_at)
         again.first_gap_s = attempt.first_gap_s
         again.late_gaps = attempt.late_gaps
         again.counted_as_miss = attempt.counted_as_miss

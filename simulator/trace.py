@@ -43,7 +43,7 @@ class TraceRequest:
     """One request as recorded."""
 
     arrival_s: float  #: since the trace's start, or since the session's start
-    prompt_tokens: int
+    prompt_tokens: int  #: at least 1
     output_tokens: int  #: of the answer, at least 1
     prompt_blocks: tuple[int, ...] = ()  #: ids of the prompt's blocks; the last may be partial
     tenant: str = ""  #: for whom it is
@@ -85,7 +85,10 @@ class RequestBlocks(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """Recorded requests, and the loads made of them. Raises SimulationError without requests."""
+    """Recorded requests, and the loads made of them.
+
+    Raises SimulationError without requests, and for a request without a prompt or an answer.
+    """
 
     name: str  #: it is part of the seed of what is drawn
     requests: list[TraceRequest]  #: by arrival; a session's requests stand in their order
@@ -103,6 +106,12 @@ class Trace:
     def __post_init__(self) -> None:
         if not self.requests:
             raise SimulationError(f"trace {self.name}: no requests")
+        for number, request in enumerate(self.requests):
+            if request.prompt_tokens < 1 or request.output_tokens < 1:
+                raise SimulationError(
+                    f"trace {self.name}, request {number} by arrival: {request.prompt_tokens} "
+                    f"tokens of prompt and {request.output_tokens} of answer; each has 1 or more"
+                )
         if not self.span_s:
             # A trace whose requests all come at once counts as one of a second.
             self.span_s = self.requests[-1].arrival_s + self.quantum_s or 1.0
@@ -124,6 +133,8 @@ class Trace:
 
         Of a trace with sessions it is the first `share` of the sessions by number, each one whole.
         """
+        if share >= 1:
+            return self  # the last request may end the span, and belongs to the whole
         if self.has_sessions:
             last_session = max(request.session for request in self.requests) * share
             requests = [request for request in self.requests if request.session <= last_session]

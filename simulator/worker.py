@@ -94,6 +94,9 @@ class SimulatedWorker:
         self.without_blocks: list[SimulatedAttempt] = []  #: whose reservation has to wait
         self.reserved: list[SimulatedAttempt] = []  #: since the simulation last looked
         self.joining: list[SimulatedAttempt] = []  #: run from one of the next steps on
+        self.joined: list[SimulatedAttempt] = []  #: whose first step here is not booked yet
+        #: whose first token came, or comes, from here with a step, until the step behind it is over
+        self.first_gap_open: list[SimulatedAttempt] = []
         self.steps: RepeatedSteps | None = None  #: that are under way
         self.has_news = False  #: something arrived while no step is under way
         self.now = 0.0
@@ -157,8 +160,6 @@ class SimulatedWorker:
         sequence = self.scheduler.live[attempt.key, 0]  # its only answer
         if has_first_token:
             sequence.token_ids.append(MIDDLE_TOKEN)
-        elif not attempt.is_resumed:
-            attempt.last_token_at = 0.0  # its first token is this worker's to send
         self._interrupt()
         runs_from = self.steps.ends_at if self.steps is not None else self.now
         waited_s = runs_from - attempt.last_token_at if attempt.last_token_at else 0.0
@@ -174,9 +175,15 @@ class SimulatedWorker:
         """Ends the attempt here, whatever it does, and frees its blocks."""
         self.scheduler.remove(attempt.key)
         self.attempts.pop(attempt.key, None)
-        for waiting in (self.without_blocks, self.reserved, self.joining):
-            if attempt in waiting:
-                waiting.remove(attempt)
+        for attempts in (
+            self.without_blocks,
+            self.reserved,
+            self.joining,
+            self.joined,
+            self.first_gap_open,
+        ):
+            if attempt in attempts:
+                attempts.remove(attempt)
         self._interrupt()
 
     def _interrupt(self) -> None:
@@ -242,6 +249,7 @@ class SimulatedWorker:
         completed = min(steps.completed_by(now), steps.count - 1)
         if completed > steps.booked:
             self._account(steps, completed)
+            self._note_first_steps(steps, completed)
             tokens = [MIDDLE_TOKEN] * (completed - steps.booked)
             for sequence in steps.plan.decode:
                 if self._attempt_of(sequence) is not None:
@@ -347,6 +355,7 @@ class SimulatedWorker:
         """Books all steps that were not booked yet. The last one may end prompts and answers."""
         plan = steps.plan
         self._account(steps, steps.count)
+        self._note_first_steps(steps, steps.count)
         for sequence, tokens in plan.prefill:
             self._book_chunks(sequence, tokens * steps.count, ended, filled)
         count = steps.count - steps.booked
@@ -429,24 +438,24 @@ class SimulatedWorker:
     ) -> None:
         """Books prefilled tokens; with a prompt's last ones comes a token.
 
-        An attempt's prompt is filled once. Its token is the first one, unless the attempt goes on
-        where another failed: the simulation, which knows that, notes its time for those in `filled`.
-        What is computed again after a preemption, on the worker that decodes, gives the answer's
-        next token, which may be the last.
+        An attempt's prompt is filled once. Its token is the first one, or the next one if the
+        attempt goes on where another failed; in some systems the decode worker sends it. What is
+        computed again after a preemption, on the worker that decodes, gives the answer's next
+        token, which may be the last.
         """
         attempt = self._attempt_of(sequence)
         if attempt is None or not self.scheduler.record_computed(sequence, tokens):
             return
         is_complete = sequence.generated_tokens + 1 >= attempt.request.output_tokens
         is_filled_now = not attempt.filled_at
-        token_at = self.now + HOP_S
         if is_filled_now:
             attempt.hit_tokens = sequence.hit_tokens
             attempt.filled_at = self.now
             filled.append(attempt)
-        else:
-            self._note_token(attempt, token_at)
-        attempt.last_token_at = token_at
+        if attempt.prefill_sends_token or not is_filled_now:
+            token_at = self.now + HOP_S
+            self._note_gap(attempt, self._gap_before(attempt, token_at))
+            attempt.last_token_at = token_at
         self.scheduler.append_token(sequence, LAST_TOKEN if is_complete else MIDDLE_TOKEN)
         if sequence.stop_after_first:
             return
@@ -464,34 +473,84 @@ class SimulatedWorker:
             if self.scheduler.live[attempt.key, 0].queue is not self.scheduler.running:
                 still_waiting.append(attempt)
                 continue
-            self._note_token(attempt, step_ends_at + HOP_S)
+            attempt.gap_before_run_s = self._gap_before(attempt, step_ends_at + HOP_S)
+            if not attempt.last_token_at:
+                self.first_gap_open.append(attempt)
+            self.joined.append(attempt)
             attempt.late_steps_before = self.late_steps + (step_s > self.itl_target_s)
             attempt.is_running = True
         self.joining = still_waiting
 
-    def _note_token(self, attempt: SimulatedAttempt, token_at: float) -> None:
-        """Notes the first token, or counts a gap that is no step's.
+    def _gap_before(self, attempt: SimulatedAttempt, token_at: float) -> float:
+        """Returns the gap that this token ends; 0 for the first one, whose time it notes.
 
-        The gaps between two steps in a row are among the `late_steps`. A gateway may hold the first
-        token back (`router.first_token`), so that the gap to the second one is shorter.
+        A gateway may hold the first token back (`router.first_token`), so that the gap to the
+        second one is shorter.
         """
         if not attempt.last_token_at:
             attempt.first_token_at = token_at
-            return
+            return 0.0
         gap_s = token_at - attempt.last_token_at
         hold = attempt.first_token_hold
         if hold is not None:  # the client has the first token since it was let out
             attempt.first_token_hold = None
             attempt.first_token_at = hold.second_token(token_at)
             gap_s = token_at - attempt.first_token_at
+        return gap_s
+
+    def _note_gap(self, attempt: SimulatedAttempt, gap_s: float) -> None:
+        """Counts a gap that is no step's; those between two steps in a row are `late_steps`."""
         if not attempt.first_gap_s:
             attempt.first_gap_s = gap_s
         attempt.late_gaps += gap_s > self.itl_target_s
 
-    def _end(self, sequence: Sequence, attempt: SimulatedAttempt) -> None:
-        """Ends a complete answer. The late steps since it began to run are its late gaps."""
-        self.scheduler.append_token(sequence, LAST_TOKEN)
+    def _note_first_steps(self, steps: RepeatedSteps, completed: int) -> None:
+        """Notes the gaps that end with the first steps of attempts, as these steps are over now.
+
+        Steps that were not booked yet are over up to number `completed`, which is one at least.
+        """
+        for attempt in self.joined:
+            self._note_gap(attempt, attempt.gap_before_run_s)
+        self.joined.clear()
+        for number in range(steps.booked, completed):
+            if not self.first_gap_open:
+                return
+            token_at = steps.end_of(number + 1) + HOP_S
+            still_open: list[SimulatedAttempt] = []
+            for attempt in self.first_gap_open:
+                if token_at > attempt.first_token_at:
+                    attempt.first_gap_s = token_at - attempt.first_token_at
+                else:
+                    still_open.append(attempt)  # the first token came with this step
+            self.first_gap_open = still_open
+
+    def stop_running(self, attempt: SimulatedAttempt) -> None:
+        """Counts the late gaps of an attempt's run, which is over; of no effect without one.
+
+        They are the late steps since it began to run. An attempt that is stopped within its first
+        step here gets no token of it.
+        """
+        if not attempt.is_running:
+            return
+        attempt.is_running = False
+        stopped_at = self.now + HOP_S
+        if attempt in self.joined:
+            if attempt.last_token_at:
+                attempt.first_token_at = min(attempt.first_token_at, stopped_at)  # was it held?
+            else:
+                attempt.first_token_at = 0.0
+            return
         attempt.late_gaps += self.late_steps - attempt.late_steps_before
+        attempt.last_token_at = stopped_at
+        if self.steps is not None:
+            attempt.last_token_at = self.steps.end_of(self.steps.booked) + HOP_S
+
+    def _end(self, sequence: Sequence, attempt: SimulatedAttempt) -> None:
+        """Ends a complete answer."""
+        self.scheduler.append_token(sequence, LAST_TOKEN)
+        self.stop_running(attempt)
+        if attempt in self.first_gap_open:
+            self.first_gap_open.remove(attempt)
         del self.attempts[attempt.key]
 
     def _note_preempted(self) -> None:
@@ -499,12 +558,10 @@ class SimulatedWorker:
         self.preemptions_seen = self.scheduler.preemptions
         for sequence in self.scheduler.waiting:
             attempt = self.attempts[sequence.attempt_key]
-            if attempt in self.joining:
-                self.joining.remove(attempt)
-            if attempt.is_running:
-                attempt.is_running = False
-                attempt.late_gaps += self.late_steps - attempt.late_steps_before
-                attempt.last_token_at = self.now + HOP_S
+            for waiting in (self.joining, self.first_gap_open):
+                if attempt in waiting:
+                    waiting.remove(attempt)
+            self.stop_running(attempt)
 
     # ---- reports -----------------------------------------------------------------------------
 

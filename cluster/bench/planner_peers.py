@@ -162,7 +162,8 @@ class PendingChange(NamedTuple):
 class ServeLoopPlanner:
     """Ray Serve's loop: sizes each pool by its ongoing requests.
 
-    A pool is resized once the need has lasted for a delay. The delays are Serve's defaults.
+    A pool is resized once the need has lasted for a delay, which begins anew after each resize. The
+    delays are Serve's defaults.
     """
 
     budget: ReplicaBudget
@@ -190,6 +191,7 @@ class ServeLoopPlanner:
             delay_s = self.up_delay_s if direction > 0 else self.down_delay_s
             if direction != 0 and now - change.since >= delay_s:
                 desired_counts[pool] = ideal_count
+                del self.pending_changes[pool]
         reason = f"{ongoing['prefill']} and {ongoing['decode']} ongoing requests"
         return _scale_within(self.budget, observation, desired_counts, reason)
 

@@ -1,9 +1,10 @@
 """Reader of recorded requests, one JSON object a line: Mooncake's schema, or agents' sessions.
 
 Mooncake's rows have a `timestamp` in ms, `input_length` and `output_length` in tokens, and
-`hash_ids`, chained ids of the prompt's 512-token blocks. Without `hash_ids` nothing is shared. A
-row may name its `tenant`. Rows of agent sessions also have `agent`, `session` and `turn`; their
-`hash_ids` are of 16-token blocks. Other keys count for nothing.
+`hash_ids`, chained ids of the prompt's 512-token blocks. A row has an id for each started block of
+512 tokens. Without `hash_ids` nothing is shared. A row may name its `tenant`. Rows of agent
+sessions also have `agent`, `session` and `turn`; their `hash_ids` are of 16-token blocks. Other
+keys count for nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def read_jsonl(path: Path, name: str) -> Trace:
             ) from None
         except msgspec.DecodeError as error:
             raise SimulationError(f"trace {path}, line {number}: no valid JSON: {error}") from None
-    if rows and rows[0].session is not None:
+    if any(row.session is not None for row in rows):
         return _agent_trace(rows, path, name)
     return _mooncake_trace(rows, name)
 
@@ -82,11 +83,18 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _mooncake_trace(rows: list[TraceRow], name: str) -> Trace:
+    """Return the rows as a trace that begins at the first arrival."""
     rows.sort(key=lambda row: row.timestamp)
-    prompts = [tuple(row.hash_ids) for row in rows]
+    start_ms = rows[0].timestamp if rows else 0.0
+    # A file's ids may be any numbers: those of a trace are small, as copies add to them.
+    block_ids: dict[int, int] = {}
+    prompts = [
+        tuple(block_ids.setdefault(hash_id, len(block_ids)) for hash_id in row.hash_ids)
+        for row in rows
+    ]
     requests = [
         TraceRequest(
-            arrival_s=row.timestamp / 1e3,
+            arrival_s=(row.timestamp - start_ms) / 1e3,
             prompt_tokens=max(1, row.input_length),
             output_tokens=max(1, row.output_length),
             prompt_blocks=prompt_blocks,
@@ -114,7 +122,7 @@ def _find_answers(rows: list[TraceRow], prompts: list[tuple[int, ...]]) -> list[
         full_count = row.input_length // MOONCAKE_BLOCK_TOKENS
         end = (row.input_length + row.output_length) // MOONCAKE_BLOCK_TOKENS
         follower: tuple[int, ...] = ()
-        if full_count and blocks:
+        if 0 < full_count <= len(blocks):
             follower = followers.get(blocks[full_count - 1], ())
         continues = follower[:full_count] == blocks[:full_count]
         # An equal prompt repeats the question and shows nothing of the answer.
@@ -143,7 +151,7 @@ def _agent_trace(rows: list[TraceRow], path: Path, name: str) -> Trace:
     Of a 64-token block's four ids the last one stands for the block, as ids are chained.
     """
     if any(row.session is None for row in rows):
-        raise SimulationError(f"trace {path}: the first row has a session, and not all have one")
+        raise SimulationError(f"trace {path}: some rows have a session, and some have none")
     # Names may be numbers in one agent's rows and texts in another's: only their order is asked.
     keys = sorted(
         {(row.agent, row.session) for row in rows}, key=lambda key: (key[0], str(key[1]).zfill(20))

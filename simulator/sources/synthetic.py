@@ -78,21 +78,25 @@ def parse_source(source: str, seed: int = 0) -> Trace:
     """
     kind, *parts = source.split(":")
     try:
-        if kind == "synthetic" and len(parts) <= 1:
-            return generate(int(parts[0]) if parts else SYNTHETIC_REQUESTS, seed)
+        if kind == "synthetic":
+            (count_text,) = parts or (str(SYNTHETIC_REQUESTS),)
+            return generate(int(count_text), seed)
         prompt_range, output_range = (_parse_range(part) for part in parts[:2])
         count = int(parts[2]) if parts[2:] else POISSON_REQUESTS
         return poisson(prompt_range, output_range, count, seed)
     except ValueError:
         raise SimulationError(
-            f"trace {source}: expected synthetic[:REQUESTS] or poisson:LOW-HIGH:LOW-HIGH[:REQUESTS]"
+            f"trace {source}: expected synthetic[:REQUESTS] or "
+            "poisson:LOW-HIGH:LOW-HIGH[:REQUESTS], with a LOW of 1 or more"
         ) from None
 
 
 def _parse_range(text: str) -> TokenRange:
-    """Return the range `LOW-HIGH`. Raises ValueError."""
-    low, high = text.split("-")
-    return TokenRange(int(low), int(high))
+    """Return the range `LOW-HIGH`. Raises ValueError, also for a range that begins below 1."""
+    low, high = (int(number) for number in text.split("-"))
+    if low < 1:
+        raise ValueError(text)
+    return TokenRange(low, high)
 
 
 def poisson(prompt_range: TokenRange, output_range: TokenRange, count: int, seed: int) -> Trace:

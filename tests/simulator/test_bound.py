@@ -1,13 +1,17 @@
 """The linear program, against arithmetic by hand and the figures of the literature slice."""
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 from diptych.simulator.bound import classify_requests, goodput_bound, kernel_hardware, largest_rate
 from diptych.simulator.fleet import Fleet
+from diptych.simulator.hardware import Hardware, load_constants
 from diptych.simulator.metrics import Slo
 from diptych.simulator.sources import load_trace
 from diptych.simulator.trace import Trace, TraceRequest
 
-from .support import MODEL, simple, trace_file
+from .support import COST, MODEL, SIMPLE, simple, trace_file
 
 
 def same(count=50, prompt=1000, output=1):
@@ -16,9 +20,31 @@ def same(count=50, prompt=1000, output=1):
 
 def test_prompts_alone_are_bounded_by_prefill_time():
     fleet, slo = simple(4)
-    # 1 s of prefill each; decode of one token costs 1 ms + 10 ms of a step of 50 ms at most
+    # 1 s of prefill each, which makes the only token too
     found = goodput_bound(same(), fleet, slo, 1.0)
-    assert 0.95 < found <= 1.0
+    assert 0.95 < found <= 1.0 + 1e-6
+
+
+def test_an_answer_of_one_token_needs_no_step():
+    fleet, _ = simple(4)
+    slo = Slo.flat(2.0, 0.005)  # an empty step takes 10 ms
+    assert goodput_bound(same(), fleet, slo, 1.0) == pytest.approx(1.0)
+    assert goodput_bound(same(output=2), fleet, slo, 1.0) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_first_token_is_no_step():
+    cost = msgspec.structs.replace(COST, step_base=0.0, step_row=0.010, step_token=0.0)
+    fleet = Fleet(((replace(SIMPLE, cost=cost), 1),))
+    # 0.1 s of prefill, and two steps of 10 ms, which are shared by nobody
+    found = goodput_bound(same(prompt=100, output=3), fleet, Slo.flat(2.0, 0.05), 1.0)
+    assert found == pytest.approx(1 / 0.12, rel=0.01)
+
+
+def test_kernels_read_no_more_experts_than_the_simulated_engine():
+    name = next(name for name, shape in load_constants().models.items() if shape.experts)
+    simulated = Hardware.of(name, "B200", 8)
+    limit_s = simulated.cost.step_weights * (1 + 1e-9)
+    assert kernel_hardware(simulated, name).cost.step_weights <= limit_s
 
 
 def test_half_of_the_requests_may_be_dropped():

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import diptych
+import msgspec
 import pytest
 import typer
 from diptych.cluster.cli import app
 from diptych.simulator import entry, load_trace
 from typer.testing import CliRunner
+
+from .support import COST
 
 RUN = CliRunner()
 #: figures of the machine's speed, which no two runs share
@@ -133,6 +136,49 @@ def test_results_print_as_the_commands_print_them(tmp_path: Path) -> None:
     arguments = ["synthetic:60", "--fleet", "H200:8", "--rate", "1", "--jobs", "1"]
     done = RUN.invoke(app, ["plan", *arguments, "--write", str(tmp_path / "cluster.yaml")])
     assert done.stdout.startswith(repr(found))
+
+
+def recorded_run(tmp_path: Path) -> Path:
+    """The file of a calibration with a run of four requests, a second apart."""
+    requests = [{"at": 5.0 + at, "prompt": 100, "output": 9} for at in range(4)]
+    calibration = {
+        "model": "m",
+        "cores": 2,
+        "workers": [{"kv_tokens": 9000, "cost": msgspec.to_builtins(COST)}],
+        "run": {"split": "1P1D", "slo": "ttft=2s,itl=50ms", "requests": requests},
+    }
+    path = tmp_path / "live.json"
+    path.write_text(json.dumps(calibration))
+    return path
+
+
+def test_a_few_recorded_requests_have_a_page_and_an_agreement(tmp_path: Path) -> None:
+    study = diptych.simulate(
+        "recorded", calibrate_from_live=recorded_run(tmp_path), seeds=1, jobs=1, agreement=True
+    )
+    assert study.document["live"]["points_apart"] == 0
+    assert study.document["agreement"]["requests"] % 4 == 0, "copies of all four"
+    assert len(study.policies[0]["at_rate"]["deciles"]) == 4
+    assert "<svg" in study.html()
+
+
+@pytest.mark.parametrize(
+    ("options", "requests"),
+    [
+        ({"rate": 2.0}, 4),
+        ({"faults": "slow=2x@0"}, 4),
+        ({"find_max": True}, 4),
+        ({"head": 0.5}, 2),
+    ],
+)
+def test_another_load_than_the_recorded_one_is_not_laid_beside_it(
+    options: dict[str, Any], requests: int, tmp_path: Path
+) -> None:
+    study = diptych.simulate(
+        "recorded", calibrate_from_live=recorded_run(tmp_path), seeds=1, jobs=1, **options
+    )
+    assert "live" not in study.document
+    assert study.document["requests"] == requests
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,14 @@ def test_the_constants_say_where_they_come_from_and_how_wrong_they_are():
     assert provenance["error"]["not_fitted"]["rows"] > 150
 
 
+def test_an_overhead_that_ends_just_short_of_its_limit_sits_on_it():
+    limits = fit.UPPER_BOUNDS
+    inside = msgspec.structs.replace(fit.START, weights_efficiency=0.7, prefill_efficiency=0.7)
+    assert fit.find_at_bounds(inside) == []
+    close = msgspec.structs.replace(inside, layer_s=1e-9, prompt_s=limits.prompt_s * 0.9999)
+    assert fit.find_at_bounds(close) == ["layer_s 1e-09", "prompt_s 0.009999"]
+
+
 def test_the_committed_constants_are_those_of_the_fit():
     folder = SHARED / "calibration"
     if not folder.exists():

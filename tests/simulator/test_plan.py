@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import yaml
 from diptych.cluster.config import ClusterConfig, load_config
+from diptych.simulator.case import InlineExecutor
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Fleet, Split
 from diptych.simulator.intervals import share_interval
@@ -20,7 +21,8 @@ from diptych.simulator.plan import (
     format_plan,
     plan_layouts,
 )
-from diptych.simulator.planned_layout import FleetLayout, FleetOption, PlanDemand
+from diptych.simulator.planned_layout import FleetLayout, FleetOption, PlanDemand, simulate_at
+from diptych.simulator.reach import ReachStudy, find_reach, target_curve
 from diptych.simulator.recorded import read_calibration
 from diptych.simulator.search import split_text
 from diptych.simulator.sources import load_trace
@@ -35,6 +37,7 @@ def planned(fleets, demand):
     ), said
 
 
+@pytest.mark.slow
 def test_long_prompts_and_a_tight_itl_make_disaggregation_pay():
     trace = load_trace("poisson:1000-1001:200-201:100")
     fleets = [("simple:4", Fleet(((SIMPLE, 4),)))]
@@ -182,6 +185,27 @@ def test_a_load_beyond_the_fleet_has_nothing_within_reach():
     assert "more than the fleet can do" in reach["sentence"]
 
 
+class HardlyInTime(InlineExecutor):
+    """Every layout that can be simulated serves a tenth of the requests in time."""
+
+    def map(self, fn, tasks, rates):
+        assert fn is simulate_at and len(tasks) == len(rates)
+        for task in tasks:
+            gpus = task.case().fleet.gpus
+            yield FleetLayout(task.option.name, gpus, task.splits, 1.0, 0.1)
+
+
+def test_what_no_target_can_say_is_not_reached():
+    """Sixteen times 100x is more than any target."""
+    option = FleetOption("simple:2", Fleet(((SIMPLE, 2),)))
+    layouts = [FleetLayout("simple:2", 2, (Split(1, 1),), 1.0, 0.1)]
+    demand = PlanDemand(load_trace(LONG), "ttft=100x,itl=1ms")
+    study = ReachStudy({"simple:2": option}, demand, 1.0, HardlyInTime())
+    reach = find_reach(study, layouts)
+    assert not reach["within_reach"] and reach["reachable"] is None
+    assert [point["itl_ms"] for point in target_curve(study, layouts)][-1] == 4.0
+
+
 def test_the_curve_rises_with_the_target_and_has_intervals():
     found = reach_of("20ms", 0.4)
     by_split = {}
@@ -228,6 +252,7 @@ def test_a_plan_says_what_all_offered_requests_got_and_which_fits_sit_on_their_l
 def live(tmp_path, **changes):
     cost = msgspec.to_builtins(COST)
     kinds = [{"threads": n, "kv_tokens": 9000, "cost": cost, "itl_budget_ms": 45} for n in (1, 2)]
+    kinds = [{**kind, "max_running": 48} for kind in kinds]
     run = {
         "split": "1P1D",
         "slo": "ttft=2s,itl=50ms",
@@ -264,5 +289,7 @@ def test_the_plan_of_a_cpu_machine_names_threads(tmp_path):
     trace = load_trace("poisson:100-200:16-32:100")
     found, _ = planned(fleets, PlanDemand(trace, "ttft=2s,itl=50ms", 0.9, rate=1.0))
     settings = cluster_yaml(found)
-    assert yaml.safe_load(settings)["pools"]["decode"]["engine"]["threads"] in (1, 2)
+    engine = yaml.safe_load(settings)["pools"]["decode"]["engine"]
+    assert engine["threads"] in (1, 2)
+    assert (engine["max_step_tokens"], engine["max_running"]) == (512, 48)
     assert "&id" not in settings

@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from math import inf
 
 import msgspec
 import pytest
 from diptych.router import RouterConfig
 from diptych.router.events import AttemptEnded, FirstTokenSent
-from diptych.simulator.case import Case
+from diptych.simulator.case import Case, check_load
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.exact import ExactSimulation
 from diptych.simulator.fleet import Faults, Fleet, Split
@@ -86,7 +87,10 @@ def test_another_number_of_splits_than_pools_is_refused():
         fleet.workers((Split.parse("6P2D"), Split.parse("6P2D")))
 
 
-@pytest.mark.parametrize("split", ["1P7D", "6P2D", "5P2D1M", "8M"])
+@pytest.mark.parametrize(
+    "split",
+    ["5P2D1M", "8M", *(pytest.param(s, marks=pytest.mark.slow) for s in ("1P7D", "6P2D"))],
+)
 def test_every_request_ends_on_every_split(split):
     found = outcomes(split=split)
     assert all(
@@ -148,10 +152,99 @@ def test_faults_cost_something():
     assert ill.attainment < well.attainment
 
 
+def moved_run(itl_s, killed_at=inf, flipped_at=inf, tokens=100):
+    """One answer whose steps take 11 ms; the worker that has it is killed, or becomes another."""
+    trace = Trace("one", [TraceRequest(0.0, 640, tokens)], HASH_TOKENS)
+
+    def flip(simulation, now):
+        if now == flipped_at:
+            (busy,) = [name for name, worker in simulation.workers.items() if worker.running]
+            simulation.flip(busy, "mixed")
+
+    def run(*killed):
+        setting = Setting(
+            Fleet(((SIMPLE, 2),)),
+            Split(mixed=2),
+            RouterConfig(disaggregate="never", pace_first_token=False),
+            Slo.flat(20.0, itl_s),
+            faults=Faults(killed_workers=killed),
+            plan_every_s=flipped_at if flipped_at < inf else 5.0,
+        )
+        simulation = Simulation(setting, trace, planner=flip)
+        (outcome,) = simulation.run(trace.workload(trace.rate, 0))
+        return outcome, simulation.last_attempts[0].key[1]
+
+    if killed_at == inf:
+        return run()
+    return max(run((0, killed_at)), run((1, killed_at)), key=lambda run: run[1])
+
+
+@pytest.mark.parametrize("moved", [{"killed_at": 1.2}, {"flipped_at": 1.2}, {"killed_at": 0.645}])
+def test_gaps_that_were_late_before_an_answer_moves_stay_late(moved):
+    """At 0.645 s the step of the second token is under way, which is lost."""
+    outcome, attempts_before = moved_run(itl_s=0.005, **moved)
+    assert attempts_before == 1
+    assert outcome.late_gaps == 99
+
+
+def test_a_gap_behind_a_worker_death_is_late_only_beyond_the_target():
+    for killed_at, first_gap_s in ((1.2, 0.011), (0.645, 0.6465)):
+        outcome, attempts_before = moved_run(itl_s=5.0, killed_at=killed_at)
+        assert attempts_before == 1
+        assert outcome.late_gaps == 0
+        assert outcome.first_gap_s == pytest.approx(first_gap_s, abs=1e-3)
+        assert moved_run(itl_s=0.5, killed_at=killed_at)[0].late_gaps == 1
+
+
+def test_a_baseline_as_shipped_has_a_first_gap():
+    trace = Trace("t", [TraceRequest(at * 2.0, 640, 1 + at) for at in range(4)], 64, span_s=8.0)
+    fleet, slo = simple(2)
+    case = Case(trace, fleet, slo, "round_robin", "full")
+    found = Simulation(case.setting(Split.parse("1P1D")), trace).run(trace.workload(0.5, 0))
+    assert [one.first_gap_s for one in found] == pytest.approx([0.0, *[0.0106] * 3], abs=1e-4)
+
+
 def test_faults_read_as_they_are_written():
     faults = Faults.parse("stale=1s,slow=3x@0,wrong=10%,kill=2@60s")
     assert faults == Faults(1.0, ((0, 3.0),), 0.1, ((2, 60.0),))
     assert Faults.parse("") == Faults()
+
+
+@pytest.mark.parametrize("text", ["wrong=101%", "slow=0x@1", "slow=0.0x@1"])
+def test_faults_that_would_turn_time_back_or_stop_it_are_refused(text):
+    with pytest.raises(SimulationError, match=f"faults {text}: expected"):
+        Faults.parse(text)
+    assert Faults.parse("wrong=100%").misprediction_share == 1
+
+
+def test_a_dead_worker_dies_once():
+    trace = Trace("t", [TraceRequest(float(at), 100, 3) for at in range(6)], 64)
+    ends = []
+    for kills in ("kill=1@1s", "kill=1@1s,kill=1@3s"):
+        case = Case(trace, *simple(2), faults=Faults.parse(kills))
+        simulation = Simulation(case.setting(Split.parse("2M")), trace)
+        simulation.run(trace.workload(trace.rate, 0))
+        ends.append(simulation.lifetimes["mixed/1"])
+    assert ends == [[0.0, 1.0]] * 2
+
+
+def test_a_share_of_nine_tenths_lets_one_of_ten_miss():
+    items = [TraceRequest(float(at), 100, 3) for at in range(9)]
+    items.append(TraceRequest(9.0, 200_000, 3))  # longer than the pool
+    trace = Trace("ten", items, 64, span_s=10.0)
+    case = Case(trace, *simple(2), seeds=1)
+    split = Split.parse("2M")
+    assert check_load(case, split, 0.5, 0.9, seeds=1).held
+    assert not check_load(case, split, 0.5, 0.91, seeds=1).held
+
+
+def test_a_recorded_router_can_be_made_to_refuse_early():
+    recorded = RouterConfig(queue_max=7)
+    fleet, slo = simple(2)
+    case = Case(TRACE, fleet, slo, router_config=recorded, early_reject=True)
+    config = case.setting(Split.parse("2M")).config
+    assert config.classes["interactive"].early_reject and config.queue_max == 7
+    assert config.classes.keys() == recorded.classes.keys()
 
 
 def test_think_time_makes_turns_wait_for_answers():

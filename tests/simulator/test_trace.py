@@ -59,7 +59,7 @@ def test_answers_are_the_blocks_of_the_next_prompt(tmp_path):
     path.write_text("\n".join(json.dumps(row) for row in (first, after)))
     trace = load_trace(str(path))
     # 1,100 tokens: two full blocks, the second is what the answer filled
-    assert trace.requests[0].answer_blocks == (3,)
+    assert trace.requests[0].answer_blocks == trace.requests[1].prompt_blocks[1:2] != ()
     assert trace.requests[1].answer_blocks == ()
     request = trace.workload(trace.rate, 0)[0]
     later = trace.workload(trace.rate, 0)[1]
@@ -118,10 +118,67 @@ def test_poisson_lengths_lie_inside_what_was_asked():
     )
 
 
-@pytest.mark.parametrize("source", ["nothing.jsonl", "synthetic:x", "poisson:1-2", "poisson"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "nothing.jsonl",
+        "synthetic:x",
+        "synthetic:1-2:3-4",
+        "poisson:1-2",
+        "poisson",
+        "poisson:0-1:1-2",
+        "poisson:1-2:0-1",
+    ],
+)
 def test_a_wrong_source_is_said(source):
     with pytest.raises(SimulationError):
         load_trace(source)
+
+
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0)])
+def test_a_request_without_a_prompt_or_an_answer_is_said(lengths):
+    requests = [TraceRequest(0.0, 1, 1), TraceRequest(1.0, *lengths)]
+    with pytest.raises(SimulationError, match=r"trace t, request 1 by arrival: [05] tokens"):
+        Trace("t", requests, 64)
+
+
+def test_all_of_a_trace_has_its_last_request():
+    trace = Trace("t", two_block_requests(), 512)
+    assert trace.head(1.0) is trace
+    assert len(trace.head(0.5).requests) == 10
+
+
+def write_rows(path, *rows):
+    lines = [json.dumps({"timestamp": 0, "output_length": 5, **row}) for row in rows]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_block_ids_may_be_any_numbers_and_too_few(tmp_path):
+    rows = [
+        {"input_length": 2000, "hash_ids": [1]},
+        {"input_length": 1024, "hash_ids": [-7, 2**127]},
+        {"input_length": 1100, "hash_ids": [-7, 2**127, 5]},
+    ]
+    trace = load_trace(write_rows(tmp_path / "t.jsonl", *rows))
+    load = trace.workload(3 * trace.rate, 0)
+    assert [len(one.block_names) for one in trace.workload(trace.rate, 0)] == [3, 2, 2]
+    names = {one.block_names[1] for one in load if one.prompt_tokens != 2000}
+    assert len(load) == 9 and len(names) == 3, "one in each copy"
+
+
+def test_arrivals_count_from_the_first_row(tmp_path):
+    rows = [{"input_length": 9, "timestamp": 1.7e12 + 1000 * at} for at in range(3)]
+    trace = load_trace(write_rows(tmp_path / "t.jsonl", *rows))
+    assert [one.arrival_s for one in trace.requests] == [0.0, 1.0, 2.0]
+    assert trace.rate == 1.5
+
+
+def test_rows_with_and_without_a_session_are_one_sentence_in_either_order(tmp_path):
+    rows = [{"input_length": 9}, {"input_length": 9, "session": 1}]
+    for order in (rows, rows[::-1]):
+        with pytest.raises(SimulationError, match="some rows have a session, and some have none"):
+            load_trace(write_rows(tmp_path / "t.jsonl", *order))
 
 
 def test_a_row_without_a_field_is_said(tmp_path):

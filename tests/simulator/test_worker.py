@@ -249,7 +249,7 @@ def test_an_answer_preempted_before_its_first_token_gets_that_with_its_prompt():
     attempt = attempt_at(1400, 5)
     attempt.is_remote = True
     worker.reserve(attempt)
-    attempt.filled_at = attempt.last_token_at = 1e-12  # elsewhere
+    attempt.filled_at = 1e-12  # elsewhere
     worker.commit(attempt, has_first_token=False)
     worker.scheduler._preempt(worker.scheduler.live[attempt.key, 0])
     (ended,) = [event for event in run(worker) if event[1] or event[2]]

@@ -35,6 +35,16 @@ CALM_SHARE = 0.02
 INSTALL = "how to install it: engine/bench/README.md"
 
 
+def interrupt_at_end() -> None:
+    """Raise KeyboardInterrupt at ^C, SIGTERM and SIGHUP, so that nothing is left behind.
+
+    A SIGHUP that is ignored, as under `nohup`, stays so.
+    """
+    interrupt_on(signal.SIGINT, signal.SIGTERM)  # a script's background job would ignore SIGINT
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        interrupt_on(signal.SIGHUP)
+
+
 @app.command()
 def engine(
     model: Annotated[
@@ -74,7 +84,7 @@ def engine(
     measures_decode = options["batches"] and options["contexts"]
     if not measures_decode and not options["prompts"]:
         fail("nothing to measure: give --batch and --context, or --prompt", 2)
-    interrupt_on(signal.SIGINT)  # else a script's background job would ignore it
+    interrupt_at_end()
     result = _measure_engine(model, options)
     typer.echo(json.dumps(result, indent=2) if output == "json" else _table(result))
 

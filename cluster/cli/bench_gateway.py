@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .bench import checkpoint, numbers
-from .common import check_output, fail, interrupt_on, table_lines
+from .bench import checkpoint, interrupt_at_end, numbers
+from .common import check_output, fail, table_lines
 from .progress import step_progress
 
 PROXIES = ("none", "haproxy", "python")  #: What stands between clients and the gateway.
@@ -70,7 +69,7 @@ def gateway(
     if against is not None and not requests:
         fail("--against compares whole requests: give --requests too", 2)
     dynamo = _find_dynamo_python(against, dynamo_python)
-    interrupt_on(signal.SIGINT)
+    interrupt_at_end()
     # These imports take long: the options are checked first.
     from ...engine.demo import CHECKPOINT
     from ..bench.gateway.run import GatewayBenchOptions, run
@@ -129,11 +128,20 @@ def table(result: dict[str, Any]) -> str:
             f"{prompts['requests_s']:,} prompts/s of {prompts['tokens']} tokens, {prompts['kind']}"
         )
     for proxy, slow in result.get("slow", {}).items():
+        crowd = slow["crowd"]
         lines.append(
             f"{proxy}: ITL p99 of {slow['healthy']} streams {slow['alone']['itl_ms_p99']:.1f} ms "
-            f"alone, {slow['crowd']['itl_ms_p99']:.1f} ms among {slow['slow']} slow and "
+            f"alone, {crowd['itl_ms_p99']:.1f} ms among {slow['slow']} slow and "
             f"{slow['leavers']} leaving"
         )
+        clients = slow["healthy"] + slow["slow"] + slow["leavers"]
+        losses = {
+            "healthy streams failed": crowd["failed"],
+            "slow ones were refused": crowd["slow_refused"],
+            "slow ones were dropped": crowd["dropped"],
+            "clients did not connect": clients - crowd["connected"],
+        }
+        lines += [f"{proxy}: {count} {what}" for what, count in losses.items() if count]
     return "\n".join(lines)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import check_output, fail, interrupt_on
+from .bench import interrupt_at_end
+from .common import check_output, fail
 from .progress import step_progress
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def live(
         "layouts": names,
         "against": against or [],
     }
-    interrupt_on(signal.SIGINT, signal.SIGTERM)
+    interrupt_at_end()
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _checkpoint(model or (DEMO if table == "overload" else RANDOM)) as folder:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .bench import checkpoint
-from .common import check_output, fail, interrupt_on, table_lines
+from .bench import checkpoint, interrupt_at_end
+from .common import check_output, fail, table_lines
 
 TRANSPORTS = ("nixl", "shm", "tcp")  #: The ways in which KV can move; NIXL is NVIDIA's library.
 #: Sizes of the contiguous pieces of memory that one operation moves.
@@ -37,7 +36,7 @@ def transfer(
     CPU of both processes, divided by those of NIXL alone with the same bytes.
     """
     check_output(output)
-    interrupt_on(signal.SIGINT)
+    interrupt_at_end()
     try:
         # A wrong name is found before anything is measured.
         with checkpoint(model) if model else nullcontext() as folder:
@@ -53,7 +52,7 @@ def transfer(
 def _measure_tickets(tokens: int) -> dict[str, Any]:
     """Send tickets of the KV of `tokens` tokens, with checksums, beside raw NIXL, NVIDIA's library.
 
-    Torch is not needed.
+    `tickets_missing` says of each transport without a row why it has none. Torch is not needed.
     """
     import msgspec
 
@@ -61,14 +60,16 @@ def _measure_tickets(tokens: int) -> dict[str, Any]:
     from ...kv_transfer.ticket_speed import measure_tickets
 
     rows: list[dict[str, Any]] = []
+    missing: dict[str, str] = {}
     for transport in TRANSPORTS:
         typer.echo(f"sending tickets of {tokens} tokens over {transport}", err=True)
         try:
             row = measure_tickets(transport, tokens)
-        except (TransportUnavailable, TimeoutError):
-            continue  # `_measure_transports` meets it too, and says why
+        except (TransportUnavailable, TimeoutError) as error:
+            missing[transport] = str(error)
+            continue
         rows.append(msgspec.to_builtins(row))
-    return {"tickets": rows}
+    return {"tickets": rows, "tickets_missing": missing}
 
 
 def _measure_transports(size_bytes: int) -> dict[str, Any]:
@@ -153,6 +154,9 @@ def _table(result: dict[str, Any]) -> str:
     ]
     for transport, reason in result["missing"].items():
         lines.append(f"{transport}: not here ({reason})")
+    for transport, reason in result["tickets_missing"].items():
+        if transport not in result["missing"]:
+            lines.append(f"{transport}: no tickets ({reason})")
     for row in result.get("overlap", ()):
         link = "throttled " if row["throttled"] else ""
         lines.append(

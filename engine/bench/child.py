@@ -104,7 +104,9 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process, and what it may have started."""
-        self._signal(signal.SIGKILL)
+        # Also if the process itself has ended: what it has started may still run.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._errors):
             if pipe is not None:

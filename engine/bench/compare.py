@@ -218,7 +218,7 @@ def _start_engines(
     setup = ours.answer()["ready"]
     with ours.turn(urgent=True):
         machine = ours.command("machine")
-    report(f"this machine: {machine['gb_per_s']} GB/s, {machine['tflops']} TFLOP/s in bf16")
+    report(f"this machine: {machine['gb_per_s']} GB/s, {machine['tflops']} TFLOP/s")
     return _Engines(ours, setup, machine, peer=peer, peer_setup=peer_setup)
 
 

@@ -30,7 +30,6 @@ from ...kv_transfer.ticket_speed import (
     Exchange,
     ExchangeRequest,
     OpenedEnd,
-    Received,
     ReceiverProcess,
 )
 from ...kv_transfer.transport import (
@@ -64,8 +63,19 @@ class OverlapResult(msgspec.Struct, frozen=True):
     of_prefill: float  #: The transfer's time over the prefill's: 1 if both take as long.
     prefill_s: float  #: To the first token, with the transfer beside it.
     transfer_s: float  #: While a write was under way.
-    exposed_s: float  #: The part of the transfer after the prefill's end.
+    #: From the prefill's end until the receiving process has all blocks, and has said so: a client
+    #: would wait for so long.
+    exposed_s: float
     exposed_of_transfer: float  #: `exposed_s` over `transfer_s`.
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPrefill:
+    """Times of one prefill and its transfer, in seconds."""
+
+    prefill_s: float  #: To the first token.
+    exposed_s: float  #: As in `OverlapResult`.
+    busy_s: float  #: While a write was under way.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,20 +201,25 @@ class OverlapRig:
         self._service.stop()
         self._receiver.close()
 
-    def measure(self, bytes_s: float) -> tuple[float, Received]:
-        """Compute a prompt and transfer it at up to `bytes_s` meanwhile.
-
-        Returns the seconds to the first token, and the receiver's times.
-        """
+    def measure(self, bytes_s: float) -> MeasuredPrefill:
+        """Compute a prompt and transfer it at up to `bytes_s` meanwhile. Raises TimeoutError."""
         self._throttle.bytes_s = bytes_s
         try:
             prefill_s = self._prefill()
+            # By this process's clock, from before the transfer's thread hears of the end: the time
+            # in which that thread waits for a core is exposed too.
+            prefill_ended_s = time.monotonic()
+            self._finish_push()
             received = self._receiver.received()
-            ended = self._ended.get(timeout=WAIT_S)
+            exposed_s = time.monotonic() - prefill_ended_s
+            try:
+                ended = self._ended.get(timeout=WAIT_S)
+            except queue.Empty:
+                raise TimeoutError("the sender's end of a transfer does not come") from None
             assert isinstance(ended, commands.PushEnded) and ended.ok, ended
         finally:
             self.engine.release((self._prompt_name(), 0))
-        return prefill_s, received
+        return MeasuredPrefill(prefill_s, exposed_s, received.busy_s)
 
     def _prefill(self) -> float:
         """Compute a prompt that no cache knows, and send its blocks as these are filled.
@@ -213,7 +228,7 @@ class OverlapRig:
         """
         self._prompt_count += 1
         name = self._prompt_name()
-        ticket_id = f"{name}#0"
+        ticket_id = self._ticket_id()
         # 7919 is a prime: the first ids differ from those of the prompts before
         prompt_ids = [(self._prompt_count * 7919 + i * 31) % 200 + 10 for i in range(self.tokens)]
         sequence = Sequence(
@@ -234,9 +249,11 @@ class OverlapRig:
         outputs: list[SequenceOutput] = []
         while not any(output.token for output in outputs):
             outputs = self.engine.step()
-        prefill_s = time.perf_counter() - started_at
-        self._send(commands.FinishPush(ticket_id, b""))
-        return prefill_s
+        return time.perf_counter() - started_at
+
+    def _finish_push(self) -> None:
+        """Say that all blocks of the prompt have been pushed."""
+        self._send(commands.FinishPush(self._ticket_id(), b""))
 
     def _send(self, command: commands.TransferCommand) -> None:
         """Have the sender do a command."""
@@ -246,6 +263,9 @@ class OverlapRig:
 
     def _prompt_name(self) -> str:
         return f"bench{self._prompt_count}"
+
+    def _ticket_id(self) -> str:
+        return f"{self._prompt_name()}#0"
 
 
 def _kv_bytes(tokens: int) -> int:
@@ -274,14 +294,15 @@ def measure_overlap(
     """
     rig = OverlapRig(model, tokens, threads=threads, transport=transport)
     try:
-        prefill_s, _ = rig.measure(bytes_s=math.inf)
+        prefill_s = rig.measure(bytes_s=math.inf).prefill_s
         results: list[OverlapResult] = []
         for share in (0.0, *shares):
             rounds: list[OverlapResult] = []
             for _ in range(ROUNDS):
                 link_bytes_s = rig.bytes / (share * prefill_s) if share else math.inf
-                prefill_s, received = rig.measure(link_bytes_s)
-                rounds.append(_result(prefill_s, received, throttled=bool(share)))
+                measured = rig.measure(link_bytes_s)
+                prefill_s = measured.prefill_s
+                rounds.append(_result(measured, throttled=bool(share)))
             rounds.sort(key=lambda result: result.exposed_of_transfer)
             results.append(rounds[ROUNDS // 2])
     finally:
@@ -289,12 +310,12 @@ def measure_overlap(
     return results
 
 
-def _result(prefill_s: float, received: Received, *, throttled: bool) -> OverlapResult:
+def _result(measured: MeasuredPrefill, *, throttled: bool) -> OverlapResult:
     return OverlapResult(
         throttled=throttled,
-        of_prefill=received.busy_s / prefill_s,
-        prefill_s=prefill_s,
-        transfer_s=received.busy_s,
-        exposed_s=received.exposed_s,
-        exposed_of_transfer=received.exposed_s / received.busy_s,
+        of_prefill=measured.busy_s / measured.prefill_s,
+        prefill_s=measured.prefill_s,
+        transfer_s=measured.busy_s,
+        exposed_s=measured.exposed_s,
+        exposed_of_transfer=measured.exposed_s / measured.busy_s,
     )

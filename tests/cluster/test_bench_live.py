@@ -9,22 +9,27 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gevent
 import msgspec
 import pytest
-from diptych.cluster.bench.live import compare
+from diptych.cluster.bench.live import client, compare
 from diptych.cluster.bench.live.cells import (
     Forecast,
     LiveOptions,
     LiveTable,
+    cell_setup,
     table_cells,
 )
 from diptych.cluster.bench.live.choose import pick_layouts
 from diptych.cluster.bench.live.compare import (
     LayoutRuns,
+    _chat_rows,
+    compare_completion,
     compare_goodput,
     differing_requests,
     geometric_mean,
@@ -34,6 +39,7 @@ from diptych.cluster.bench.live.compare import (
 from diptych.cluster.bench.live.errors import LiveBenchError
 from diptych.cluster.bench.live.layouts import (
     DiptychServing,
+    Layout,
     VllmServing,
     diptych_arguments,
     parse_diptych_layout,
@@ -43,7 +49,9 @@ from diptych.cluster.bench.live.layouts import (
 from diptych.cluster.bench.live.loads import (
     ChatLoad,
     LengthRange,
+    Load,
     PoissonLoad,
+    chat_sessions,
     digest,
     poisson_arrivals,
     warm_up_requests,
@@ -56,8 +64,11 @@ from diptych.cluster.bench.live.results import (
     LiveSlo,
     MeasuredAnswer,
 )
-from diptych.cluster.bench.live.run import LiveRun, run, servers_of
+from diptych.cluster.bench.live.run import LiveRun, machine_facts, run, servers_of
+from diptych.cluster.bench.live.servers import RunningServer
 from diptych.cluster.bench.live.simulated import simulation_row
+from diptych.loadtests.endpoint import EndpointFacts
+from diptych.loadtests.outcomes import LoadOutcome
 from diptych.loadtests.prompts import Words
 
 from tests.simulator.support import COST
@@ -271,7 +282,34 @@ def test_goodput_has_an_interval_that_holds_the_figure() -> None:
     assert goodput.value == 3.0 and 2.4 < low < 3.0 < high < 3.6
     assert figures["failed"] == 2 and figures["errors"] == {"503": 2}
     assert figures["done_per_s"].value == 3.8
-    assert figures["ttft_s"]["p50"].value == 1.0 and figures["ttft_s"]["p99"].value == 3.0
+    assert figures["ttft_s"]["p50"].value == 1.0
+
+
+def test_failed_requests_rank_behind_all_served_ones() -> None:
+    """A server that refuses what would be slow must not have the faster p99."""
+    honest = layout_runs("vllm-pd", [answer()] * 95 + [answer(ttft_s=3.0)] * 5)
+    refusing = layout_runs("1M", [answer()] * 95 + [answer(error="503")] * 5)
+    figures = run_figures(refusing, [SLO])
+    assert figures["ttft_s"]["p50"].value == 1.0 and figures["ttft_s"]["p99"].value is None
+    assert run_figures(honest, [SLO])["ttft_s"]["p99"].value == 3.0
+    assert "| 1.00 / failed |" in markdown({**PAGE, "rows": [msgspec.to_builtins(figures)]})
+    assert compare_completion(refusing, [honest])["ttft_p99_ratio"] is None
+    assert compare_completion(honest, [honest])["ttft_p99_ratio"] == 1.0
+    nobody = run_figures(layout_runs("1M", [answer(error="503")]), [SLO])
+    assert nobody["ttft_s"]["p50"].value is None
+
+
+def test_later_turns_that_failed_are_counted_and_rank_last() -> None:
+    runs = [
+        layout_runs("1M", [answer(), answer(turn=1), *[answer(error="503", turn=1)] * 9]),
+        layout_runs("vllm-pd", [answer(turn=1)] * 9 + [answer(ttft_s=2.0, turn=2)]),
+    ]
+    ours, peer = _chat_rows(runs)
+    assert (ours["turns"], ours["failed"], ours["ttft_p50_s"]) == (10, 9, None)
+    assert (peer["turns"], peer["failed"], peer["ttft_p99_s"]) == (10, 0, 2.0)
+    assert ours["ttft_p99_ratio"] is None
+    document = {**PAGE, "chats": [ours, peer]}
+    assert "| 1M | 10 | 9 | failed | failed | - | - |" in markdown(document)
 
 
 def test_ratios_pair_requests_and_name_the_best_peer() -> None:
@@ -345,6 +383,194 @@ def test_parts_of_draws_are_as_good_as_all_at_once(monkeypatch: pytest.MonkeyPat
     at_once = run_figures(runs, [SLO])
     monkeypatch.setattr(compare, "BLOCK_INDICES", 100)  # two draws
     assert run_figures(runs, [SLO]) == at_once, "requests of one seed are drawn row by row"
+
+
+# ---- the client ----------------------------------------------------------------------------------
+
+
+class FakeHttp:
+    """A server that answers in `ANSWER_S` while `serves` says so, and refuses everything else."""
+
+    ANSWER_S = 0.02
+    requests = 0
+
+    def __init__(self, facts: EndpointFacts) -> None:
+        type(self).requests = 0
+
+    @classmethod
+    def serves(cls, request: int) -> bool:
+        return True
+
+    def chat(self, outcome: LoadOutcome, messages: list[dict[str, str]], tokens: int) -> str:
+        type(self).requests += 1
+        if not self.serves(self.requests):
+            outcome.error = "503"
+            return ""
+        gevent.sleep(self.ANSWER_S)
+        outcome.ttft_s = outcome.e2e_s = self.ANSWER_S
+        outcome.output_tokens = tokens
+        return "text"
+
+
+def offered(
+    monkeypatch: pytest.MonkeyPatch, load: Load, server: type[FakeHttp], limit_s: float = 5.0
+) -> ClientReport:
+    """The report of a client whose server is `server`, in this process."""
+    monkeypatch.setattr(client, "HttpLoadClient", server)
+    facts = EndpointFacts(
+        url="",
+        model="m",
+        context=99,
+        alphabet=("of", "to"),
+        template=3,
+        ignore_eos=True,
+        usage=True,
+    )
+    return client.offer(facts, client.ClientTask("", load, limit_s=limit_s))
+
+
+def arrivals_load(rate: float, requests: int) -> PoissonLoad:
+    return PoissonLoad(rate=rate, requests=requests, prompt=FEW, output=SHORT, seed=1)
+
+
+def test_a_server_that_dies_early_does_not_score_like_one_that_serves_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its refusals take no time; the seconds in which they came count nevertheless."""
+
+    class Dying(FakeHttp):
+        @classmethod
+        def serves(cls, request: int) -> bool:
+            return request <= 5
+
+    load = arrivals_load(rate=200.0, requests=40)
+    last_arrival_s = poisson_arrivals(load)[-1].arrival_s
+    report = offered(monkeypatch, load, Dying)
+    assert [answer.error for answer in report.answers].count("503") == 35
+    assert report.span_s >= last_arrival_s
+
+
+def test_a_request_that_waits_for_room_in_the_client_counts_from_its_arrival(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "CONCURRENT_LIMIT", 1)
+    load = arrivals_load(rate=1000.0, requests=5)
+    report = offered(monkeypatch, load, FakeHttp)
+    arrivals_s = [arrival.arrival_s for arrival in poisson_arrivals(load)]
+    # The first one finds room; each of the others waits for all before it.
+    assert {answer.sent_s for answer in report.answers} >= set(arrivals_s[1:])
+    last = max(report.answers, key=lambda answer: answer.ttft_s)
+    assert last.ttft_s >= 5 * FakeHttp.ANSWER_S - (arrivals_s[-1] - arrivals_s[0])
+    assert last.e2e_s == last.ttft_s
+
+
+def test_what_was_not_sent_until_the_limit_is_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(FakeHttp):
+        ANSWER_S = 60.0
+
+    monkeypatch.setattr(client, "CONCURRENT_LIMIT", 2)
+    report = offered(monkeypatch, arrivals_load(rate=1000.0, requests=9), Hanging, limit_s=0.05)
+    assert [answer.error for answer in report.answers] == [client.UNFINISHED] * 9
+    assert report.span_s >= 0.05
+
+
+def test_turns_behind_one_that_failed_count_as_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(FakeHttp):
+        @classmethod
+        def serves(cls, request: int) -> bool:
+            return request == 1
+
+    load = ChatLoad(sessions=1, turns=4, prompt=FEW, message=FEW, output=SHORT, think_s=0.0, seed=9)
+    monkeypatch.setattr(
+        client, "chat_sessions", lambda load: [replace(chat_sessions(load)[0], start_s=0.0)]
+    )
+    report = offered(monkeypatch, load, Refusing)
+    errors = sorted((answer.turn, answer.error) for answer in report.answers)
+    assert errors == [(0, ""), (1, "503"), (2, client.NOT_SENT), (3, client.NOT_SENT)]
+
+
+# ---- results that are there ----------------------------------------------------------------------
+
+FACTS = {
+    "machine": "a Xeon",
+    "commit": "abc",
+    "versions": "diptych 1",
+    "model": "205M, config.json 12ab",
+    "vLLM": "0.32.0, torch 2.13.0",
+    "tokens": "1-2 in, 3-4 out",
+}
+
+
+def write_cells(options: LiveOptions, folder: Path, facts: dict[str, str] = FACTS) -> list[Path]:
+    """Write a file for each cell, as a run with these facts would have; return the files."""
+    results: dict[str, CellResult] = {}
+    (folder / "cells").mkdir()
+    for cell in table_cells(options):
+        load = cell.resolved_load(results)
+        report = ClientReport(digest="d", span_s=10.0, cpu_s=0.0, answers=[answer()] * 20)
+        results[cell.key] = CellResult(
+            key=cell.key,
+            layout=cell.layout.name,
+            setup=cell_setup(options, cell, load),
+            started_s=0.0,
+            wall_s=0.0,
+            report=report,
+            server={"facts": facts},
+        )
+    paths = {key: folder / "cells" / f"{key}.json" for key in results}
+    for key, path in paths.items():
+        path.write_bytes(msgspec.json.encode(results[key]))
+    return list(paths.values())
+
+
+def run_with_files(options: LiveOptions, folder: Path, facts: dict[str, str]) -> dict[str, Any]:
+    """The document of a run that must not start a server."""
+
+    def start(layout: Layout, logs: Path) -> AbstractContextManager[RunningServer]:
+        raise AssertionError(f"{layout.name} was started")
+
+    return run(LiveRun(options, folder, start, facts=facts), lambda line: None)
+
+
+@pytest.mark.parametrize("name", ["machine", "commit", "versions", "model", "vLLM"])
+def test_a_cell_of_another_run_is_refused(tmp_path: Path, name: str) -> None:
+    options = make_options(tmp_path, "vllm-2x")
+    (path,) = write_cells(options, tmp_path)
+    assert len(run_with_files(options, tmp_path, FACTS | {"tokens": "other"})["rows"]) == 1
+    with pytest.raises(LiveBenchError, match=f"{path}.*{name} was .*, and is other.*remove it"):
+        run_with_files(options, tmp_path, FACTS | {name: "other"})
+
+
+def test_a_cell_of_ours_does_not_depend_on_vllm(tmp_path: Path) -> None:
+    options = make_options(tmp_path, layouts=(parse_diptych_layout("1M"),))
+    write_cells(options, tmp_path)
+    without_vllm = {name: fact for name, fact in FACTS.items() if name != "vLLM"}
+    assert len(run_with_files(options, tmp_path, without_vllm)["rows"]) == 1
+
+
+def test_overloads_of_another_capacity_are_refused(tmp_path: Path) -> None:
+    options = make_options(tmp_path, "vllm-2x", table=LiveTable.OVERLOAD)
+    capacity, single, *_ = write_cells(options, tmp_path)
+    assert len(run_with_files(options, tmp_path, FACTS)["rows"]) == 4
+    written = capacity.read_text()
+    capacity.write_text(written.replace('"span_s":10.0', '"span_s":11.0'))
+    with pytest.raises(LiveBenchError, match=f"{single} was measured with another set-up"):
+        run_with_files(options, tmp_path, FACTS)
+    capacity.unlink()
+    with pytest.raises(LiveBenchError, match=f"remove {single} too"):
+        run_with_files(options, tmp_path, FACTS)
+
+
+def test_two_models_of_one_name_and_the_tokens_of_chats_are_told_apart(tmp_path: Path) -> None:
+    models: list[str] = []
+    for number in range(2):
+        model = tmp_path / str(number) / "llama"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(f'{{"hidden_size": {number}}}')
+        facts = machine_facts(make_options(model, table=LiveTable.CHATS), None)
+        models.append(facts["model"])
+        assert facts["tokens"] == "4-8 out", "chats have messages of fixed lengths"
+    assert models[0] != models[1] and all(model.startswith("llama, ") for model in models)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import json
 
 import pytest
 from diptych.cluster.cli import app
-from diptych.cluster.cli.bench_transfer import _ticket_rows
+from diptych.cluster.cli.bench_transfer import _measure_tickets, _table, _ticket_rows
+from diptych.kv_transfer import ticket_speed
 from typer.testing import CliRunner
 
 
@@ -36,6 +37,25 @@ def test_it_prints_what_scripts_read(capfd: pytest.CaptureFixture[str]) -> None:
     worst = max(row["exposed_of_transfer"] for row in result["overlap"])
     assert result["exposed_of_transfer"] == pytest.approx(worst, abs=1e-3)
     assert all(row["transfer_s"] > 0 and row["prefill_s"] > 0 for row in result["overlap"])
+
+
+def test_tickets_that_end_in_a_timeout_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bare transport may well have been measured: its row says nothing of the tickets."""
+
+    def time_out(transport: str, tokens: int) -> None:
+        raise TimeoutError(f"{transport}: nothing arrives")
+
+    monkeypatch.setattr(ticket_speed, "measure_tickets", time_out)
+    measured = _measure_tickets(128)
+    reasons = {name: f"{name}: nothing arrives" for name in ("nixl", "shm", "tcp")}
+    assert measured == {"tickets": [], "tickets_missing": reasons}
+    rates = {"memcpy_gib_s": 1.0, "checksum_gib_s": 1.0, "rows": [], "missing": {"nixl": "none"}}
+    lines = _table(measured | rates).splitlines()
+    assert lines[-3:] == [
+        "nixl: not here (none)",
+        "shm: no tickets (shm: nothing arrives)",
+        "tcp: no tickets (tcp: nothing arrives)",
+    ]
 
 
 def test_a_wrong_output_or_model_is_refused_by_name() -> None:

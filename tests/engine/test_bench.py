@@ -10,13 +10,17 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from diptych.cluster.cli import app
+from diptych.engine.bench import overlap
 from diptych.engine.bench.child import EngineBenchError, EngineProcess
 from diptych.engine.bench.machine import waited_share
 from diptych.engine.bench.models import SHAPES, write_checkpoint
+from diptych.engine.bench.overlap import OverlapRig
 from diptych.engine.bench.results import (
     CellWork,
     decode_work,
@@ -26,6 +30,8 @@ from diptych.engine.bench.results import (
     summarize_cell,
 )
 from diptych.engine.spec import ExpertsSpec, read_spec
+from diptych.kv_transfer.commands import PushEnded
+from diptych.kv_transfer.ticket_speed import Received
 from typer.testing import CliRunner
 
 from tests.support.checkpoints import make
@@ -289,6 +295,23 @@ def test_outside_its_turn_a_child_is_frozen_and_closing_ends_it() -> None:
     assert not Path(f"/proc/{echo.pid}").exists()
 
 
+def test_closing_ends_what_a_dead_child_has_started() -> None:
+    starter = child(
+        "import json, subprocess\n"
+        "other = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
+        "print(json.dumps({'pid': other.pid}))\n"
+    )
+    other_pid = starter.answer()["pid"]
+    with pytest.raises(EngineBenchError, match="the engine ended"):
+        starter.answer()
+    assert is_alive(other_pid)
+    starter.close()
+    deadline = time.monotonic() + 30
+    while is_alive(other_pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_frozen_child_ends_with_its_parent() -> None:
     script = (
         "import sys, os, signal\n"
@@ -308,6 +331,45 @@ def test_a_frozen_child_ends_with_its_parent() -> None:
 def test_the_commands_start_without_torch() -> None:
     script = "import sys, diptych.cluster.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+# ---- the transfer behind a prefill ---------------------------------------------------------------
+
+
+class StubRig(OverlapRig):
+    """A rig whose prefill takes no time, and whose receiver takes `RECEIVE_S` behind the prefill."""
+
+    RECEIVE_S = 0.05
+
+    def __init__(self, outcomes: list[PushEnded]) -> None:
+        self._throttle = SimpleNamespace()  # type: ignore[assignment]
+        self._receiver = SimpleNamespace(received=self._receive)  # type: ignore[assignment]
+        self._ended = SimpleQueue()
+        for outcome in outcomes:
+            self._ended.put(outcome)
+        self.engine = SimpleNamespace(release=lambda key: None)  # type: ignore[assignment]
+        self._prompt_count = 0
+
+    def _prefill(self) -> float:
+        return 1.0
+
+    def _finish_push(self) -> None:
+        """The transfer's thread has no core yet, so it hears of the prefill's end later."""
+
+    def _receive(self) -> Received:
+        time.sleep(self.RECEIVE_S)
+        return Received(seconds=1.0, cpu_s=0.1, busy_s=0.5, exposed_s=0.001)
+
+
+def test_a_transfer_is_exposed_from_the_prefills_end_whenever_its_thread_runs() -> None:
+    measured = StubRig([PushEnded("bench0#0", ok=True)]).measure(bytes_s=1e9)
+    assert measured.exposed_s >= StubRig.RECEIVE_S and measured.busy_s == 0.5
+
+
+def test_a_transfer_without_an_end_is_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "WAIT_S", 0.01)
+    with pytest.raises(TimeoutError, match="does not come"):
+        StubRig([]).measure(bytes_s=1e9)
 
 
 @pytest.mark.slow

@@ -3,9 +3,11 @@
 The options are those that `run.py` passes: `proxy`, `model` (a folder), `streams` (a list of
 numbers), `seconds` of a paced load, `slow` (whether slow clients are measured), `rounds` of whole
 requests (0: tokens are measured instead) and `dynamo` (the Python that has Dynamo, to be measured
-beside whole requests, or null). The workers of the cluster compute nothing: they send tokens at the pace that a load asks for. So what is measured is
-the gateway and the proxy before it. Rows go to stderr as they are made. The last line of stdout is
-a JSON object with all of them, or with an `error`.
+beside whole requests, or null).
+
+The workers of the cluster compute nothing: they send tokens at the pace that a load asks for. So
+what is measured is the gateway and the proxy before it. Rows go to stderr as they are made. The
+last line of stdout is a JSON object with all of them, or with an `error`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ...gateway.text.tokenizer import ChatTokenizer
 from .cluster import MODEL_NAME, BenchError, MeasuredCluster, run_cluster
 from .dynamo import run_dynamo
 from .measure import ClientLoad, GatewayMeasurement, build, flat_load, measure, paced_load, row
-from .usage import descendants, pin
+from .usage import Processes, descendants, pin
 from .whole_requests import LOADS, WARM_UP_REQUESTS, MeasuredServer, measure_requests
 
 #: Tokens a second of each stream where slow clients are measured: 1,200 streams of it do not fill
@@ -87,10 +89,9 @@ def measure_whole_requests(cluster: MeasuredCluster, options: dict[str, Any]) ->
     """Return a row for each round, load and server; servers take turns within a round."""
     model = Path(options["model"])
     tokenizer = ChatTokenizer(model)
-    processes = cluster.processes
 
     def own_pids() -> dict[str, list[int]]:
-        return {part: processes.pids(part) for part in ("gateway", "router")}
+        return server_pids(cluster.processes, options["proxy"])
 
     servers = [MeasuredServer("diptych", cluster.port, MODEL_NAME, own_pids)]
     with contextlib.ExitStack() as stack:
@@ -110,6 +111,17 @@ def measure_whole_requests(cluster: MeasuredCluster, options: dict[str, Any]) ->
                     print(json.dumps(measured_row), file=sys.stderr)
                     rows.append(measured_row)
     return {"rows": [], "requests": rows}
+
+
+def server_pids(processes: Processes, proxy: str) -> dict[str, list[int]]:
+    """Return the ids of the processes that a request passes through, by part of the cluster.
+
+    The proxy is one of them, unless `proxy` is `none`: clients pay for it as for the gateway.
+    """
+    parts = ["gateway", "router"]
+    if proxy != "none":
+        parts.append("proxy")
+    return {part: processes.pids(part) for part in parts}
 
 
 def _pin_servers(servers: list[MeasuredServer]) -> None:
@@ -166,6 +178,9 @@ def _crowd_row(measurement: GatewayMeasurement) -> dict[str, Any]:
         "itl_ms_p99": measurement.client["gap_p99_ms"],
         "failed": measurement.client["failed"],
         "refused": measurement.client["refused"],
+        "slow_refused": measurement.client["slow_refused"],
+        "dropped": measurement.client["dropped"],
+        "connected": measurement.client["connected"],
         "left": measurement.client["left"],
         "gateway_mib": round(measurement.gateway_mib),
         "gateway_us_per_token": round(measurement.cpu_us["gateway"], 1),

@@ -41,6 +41,10 @@ HAPROXY_ENVIRONMENT = {
 HAPROXY_PORT_VARIABLES = ("RAY_SERVE_HAPROXY_METRICS_PORT", "RAY_SERVE_HAPROXY_STATS_PORT")
 
 
+#: No proxy of the environment (`http_proxy`) knows a server of this machine.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
 class BenchError(Exception):
     """Something cannot be measured here; the message says why."""
 
@@ -59,7 +63,7 @@ class MeasuredCluster:
         """
         deadline = time.monotonic() + limit_s
         while True:
-            with urllib.request.urlopen(f"http://{HOST}:{self.port}/metrics", timeout=5) as answer:
+            with OPENER.open(f"http://{HOST}:{self.port}/metrics", timeout=5) as answer:
                 text = answer.read().decode()
             values = re.findall(r"^diptych_inflight_requests\b.* (\S+)$", text, re.MULTILINE)
             count = sum(int(float(value)) for value in values)
@@ -174,7 +178,7 @@ def _wait_until_ready(port: int) -> None:
     deadline = time.monotonic() + READY_LIMIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"http://{HOST}:{port}/ready", timeout=5).close()
+            OPENER.open(f"http://{HOST}:{port}/ready", timeout=5).close()
             return
         time.sleep(0.2)
     raise BenchError(f"the cluster was not ready after {READY_LIMIT_S:.0f} s")

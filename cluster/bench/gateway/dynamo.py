@@ -12,12 +12,11 @@ import os
 import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cluster import HOST, BenchError, free_port
+from .cluster import HOST, OPENER, BenchError, free_port
 from .whole_requests import MeasuredServer
 
 READY_LIMIT_S = 120.0  #: From the start until the front end names the model.
@@ -117,7 +116,7 @@ def _wait_until_ready(processes: DynamoProcesses, folder: Path) -> None:
                 raise BenchError(f"Dynamo ended: {_log_end(folder)}")
         with contextlib.suppress(OSError, ValueError):
             url = f"http://{HOST}:{processes.port}/v1/models"
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with OPENER.open(url, timeout=5) as answer:
                 if any(card["id"] == MODEL_NAME for card in json.load(answer)["data"]):
                     return
         time.sleep(0.2)

@@ -88,10 +88,10 @@ def build(folder: Path) -> Path:
 def measure(cluster: MeasuredCluster, load: ClientLoad, client: Path) -> GatewayMeasurement:
     """Put the load on the cluster and measure it while all streams run.
 
-    That is from the moment at which every stream has its first token until the first stream ends.
+    That is from the moment at which every stream has its second token until the first stream ends.
     The load generator prints `begun` and `ending` at these moments, with its clock in nanoseconds
-    and the tokens so far. Raises BenchError if there was no such time. `client` is the program that
-    `build` returns.
+    and the tokens so far. Raises BenchError if there was no such time, or if a stream failed that
+    was not among slow or leaving clients. `client` is the program that `build` returns.
     """
     marks: dict[str, Mark] = {}
     gateway_mib = cluster.processes.rss_mib("gateway")
@@ -111,6 +111,9 @@ def measure(cluster: MeasuredCluster, load: ClientLoad, client: Path) -> Gateway
     if marks.keys() < {"begun", "ending"}:
         output = line.strip()
         raise BenchError(f"no steady state with {load}: the client says {output!r}")
+    client_counts = json.loads(line)
+    if client_counts["failed"] and not load.slow and not load.leavers:
+        raise BenchError(f"{client_counts['failed']} of {load.streams} streams failed")
 
     begin = marks["begun"]
     end = marks["ending"]
@@ -121,7 +124,7 @@ def measure(cluster: MeasuredCluster, load: ClientLoad, client: Path) -> Gateway
     return GatewayMeasurement(
         tokens_s=tokens_read / (end.at_s - begin.at_s),
         cpu_us=cpu_us,
-        client=json.loads(line),
+        client=client_counts,
         gateway_mib=gateway_mib,
     )
 

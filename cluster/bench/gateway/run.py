@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from . import prompts
 from .cluster import BenchError
 
 CHILD_LIMIT_S = 900.0  #: For a child to end after it has closed its output; then it is killed.
+#: For a child to end its cluster after an interrupt; then it is killed, and all that it started.
+STOP_LIMIT_S = 60.0
 LOG_LINES_LIMIT = 21  #: Lines of a child that are kept in case it fails.
 LOG_CHARACTERS_LIMIT = 500
 
@@ -77,7 +82,10 @@ def run(options: GatewayBenchOptions, report_progress: Callable[[str], None]) ->
 def _measure_in_child(
     options: GatewayBenchOptions, proxy: str, report_progress: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Run `child.py` and return its last line's object; rows are progress. Raises BenchError."""
+    """Run `child.py` and return its last line's object; rows are progress. Raises BenchError.
+
+    However this ends, the child has ended, and what it has started with it.
+    """
     child_options = {
         "proxy": proxy,
         "model": str(options.model),
@@ -88,23 +96,32 @@ def _measure_in_child(
         "dynamo": options.dynamo and str(options.dynamo),
     }
     command = [sys.executable, "-m", f"{__package__}.child", json.dumps(child_options)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
+    log_lines = deque[str](maxlen=LOG_LINES_LIMIT)
+    # The child's stdout is a file: many rounds of whole requests have more rows than fit into a
+    # pipe, and this process reads the other pipe until the child ends.
+    with (
+        tempfile.TemporaryFile("w+") as result_file,
+        subprocess.Popen(
+            command,
+            stdout=result_file,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # ^C reaches this process alone, which ends the child
+        ) as child,
+    ):
         assert child.stderr
-        assert child.stdout
-        log_lines = deque[str](maxlen=LOG_LINES_LIMIT)
-        # Until the child ends. Its stdout is one line at the end, which fits into the pipe.
-        for line in child.stderr:
-            if line.startswith("{"):
-                report_progress(line.strip())
-            else:
-                log_lines.append(line)
-        output = child.stdout.read().strip()
         try:
-            child.wait(CHILD_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
+            for line in child.stderr:  # until the child ends
+                if line.startswith("{"):
+                    report_progress(line.strip())
+                else:
+                    log_lines.append(line)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(CHILD_LIMIT_S)
+        finally:
+            _end(child)
+        result_file.seek(0)
+        output = result_file.read().strip()
     if not output:
         log_end = "".join(log_lines)[-LOG_CHARACTERS_LIMIT:].strip()
         raise BenchError(f"the cluster's process ended: {log_end}")
@@ -112,3 +129,17 @@ def _measure_in_child(
     if "error" in result:
         raise BenchError(result["error"])
     return result
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End a child that leads its session, by an interrupt at which the child ends its cluster.
+
+    What is left of its group after `STOP_LIMIT_S` seconds is killed.
+    """
+    if child.poll() is None:
+        child.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(STOP_LIMIT_S)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()

@@ -1,15 +1,17 @@
 """Where the time of a prompt goes: `python -m diptych.cluster.bench.gateway.stages`.
 
 Each row is a conversation's length in messages, each column a step from the body's bytes to encoded
-frames, in microseconds of CPU time for one conversation. A step's time is the least of several
-passes over the same conversations, so all turns are known to the tokenizer, which remembers texts
-that it has seen. HTTP, sockets and the thread of the tokenizer are left out.
+frames, in microseconds of CPU time for one conversation. The last column is what the process that
+renders chat templates takes for it. A time is the median of several passes over the same
+conversations, so all turns are known to the tokenizer, which remembers texts that it has seen.
+HTTP, sockets and the thread of the tokenizer are left out.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -23,10 +25,12 @@ from ...gateway.apis.chat import ChatRequest
 from ...gateway.apis.schema import parse_body
 from ...gateway.text.tokenizer import ChatTokenizer
 from .prompts import LIMITS, SALT, conversation, tokenizer_words
+from .usage import descendants, thread_cpu_s_of
 
 MESSAGE_COUNTS = (1, 20, 200)  #: Lengths of conversations, in messages of about 60 tokens.
 CONVERSATIONS = 50  #: Of each length; their mean is shown.
-PASSES = 10  #: The fastest one counts, as other work on the machine only slows down.
+PASSES = 10  #: Of which the median counts. In the first one the other process starts.
+OTHER_PROCESS = "other process"  #: The stage of the process that renders templates.
 
 Result = TypeVar("Result")
 
@@ -55,16 +59,23 @@ def measure_stages(text: ChatTokenizer, messages_count: int) -> dict[str, float]
         bodies.append(json.dumps({"messages": messages, "stream": True}).encode())
     passes = [_timed_pass(text, bodies) for _ in range(PASSES)]
     return {
-        stage: min(seconds[stage] for seconds in passes) / CONVERSATIONS * 1e6
+        stage: statistics.median(seconds[stage] for seconds in passes) / CONVERSATIONS * 1e6
         for stage in passes[0]
     }
 
 
 def _timed_pass(text: ChatTokenizer, bodies: list[bytes]) -> dict[str, float]:
+    """Prepare all bodies; return the CPU seconds of each step, and of `OTHER_PROCESS`."""
     timer = StageTimer()
+    began_s = _others_cpu_s()
     for number, body in enumerate(bodies):
         _prepare(timer, text, body, str(number))
-    return timer.seconds
+    return timer.seconds | {OTHER_PROCESS: _others_cpu_s() - began_s}
+
+
+def _others_cpu_s() -> float:
+    """Return the CPU seconds of all processes that this one has started."""
+    return sum(map(thread_cpu_s_of, descendants()))
 
 
 def _prepare(timer: StageTimer, text: ChatTokenizer, body: bytes, request_id: str) -> None:

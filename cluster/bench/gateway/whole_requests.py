@@ -76,10 +76,14 @@ class MeasuredServer:
 
 @dataclass(frozen=True, slots=True)
 class ClientTimes:
-    """What a client saw of one request: times in seconds, from the moment at which its first byte was sent."""
+    """What a client saw of one request.
+
+    Times are in seconds from when the request was handed to the socket; connecting is not counted.
+    """
 
     first_event_s: float
     last_byte_s: float
+    body: bytes  #: Of the answer, in its chunks.
 
 
 def prompt_texts(tokenizer: ChatTokenizer, load: RequestLoad, seed: int) -> Iterator[str]:
@@ -124,7 +128,8 @@ def measure_requests(
 
     CPU is that of the processes in `server.pids` from before the first request until after the last
     one, in microseconds per request: by part of the server (`cpu_us_per_request`) and in sum
-    (`cpu_us`). `requests_s` are requests per second. Raises BenchError if any request fails.
+    (`cpu_us`). `requests_s` are requests per second. Raises BenchError if any request fails, be it
+    in its first event or behind that.
     """
     requests = [
         request_bytes(text, server.model, load) for text in prompt_texts(tokenizer, load, seed)
@@ -138,8 +143,11 @@ def measure_requests(
         part: round((cpu_after[part] - cpu_before[part]) / load.requests * 1e6, 1)
         for part in cpu_after
     }
-    first_event_ms = [1e3 * one.first_event_s for one in times]
-    p50, p99 = np.percentile(first_event_ms, (50, 99))
+    # Read only now, so that it takes no time from the requests beside it.
+    for client_times in times:
+        check_answer(client_times.body)
+    ttft_p50, ttft_p99 = _percentiles_ms([client_times.first_event_s for client_times in times])
+    end_p50, end_p99 = _percentiles_ms([client_times.last_byte_s for client_times in times])
     return {
         "server": server.name,
         "load": load.name,
@@ -149,9 +157,60 @@ def measure_requests(
         "requests_s": round(load.requests / duration_s),
         "cpu_us_per_request": cpu_us,
         "cpu_us": round(sum(cpu_us.values()), 1),
-        "ttft_ms_p50": round(float(p50), 1),
-        "ttft_ms_p99": round(float(p99), 1),
+        "ttft_ms_p50": ttft_p50,
+        "ttft_ms_p99": ttft_p99,
+        "last_byte_ms_p50": end_p50,
+        "last_byte_ms_p99": end_p99,
     }
+
+
+def _percentiles_ms(seconds: list[float]) -> tuple[float, float]:
+    """Return the median and the 99th percentile, in milliseconds."""
+    p50, p99 = np.percentile(seconds, (50, 99))
+    return round(1e3 * float(p50), 1), round(1e3 * float(p99), 1)
+
+
+def check_answer(body: bytes) -> None:
+    """Raise BenchError unless the events of a chunked body say that the request was served.
+
+    An answer with status 200 may still end in an error. An answer whose length is complete counts
+    without text too, as some tokens have none.
+    """
+    content = _without_chunks(body)
+    is_served = False
+    for event in content.split(END_OF_EVENT):
+        for line in event.splitlines():
+            name, _, value = line.partition(b": ")
+            if name != b"data" or value == b"[DONE]":
+                continue
+            try:
+                fields = json.loads(value)
+                choices = fields.get("choices", [])
+            except (ValueError, AttributeError):
+                raise BenchError(f"no event of an answer: {_excerpt(line)}") from None
+            if "error" in fields:
+                raise BenchError(f"a request failed: {_excerpt(value)}")
+            is_served = is_served or any(
+                choice.get("text") or choice.get("finish_reason") == "length" for choice in choices
+            )
+    if not is_served:
+        raise BenchError(f"a request has no answer: {_excerpt(content)}")
+
+
+def _without_chunks(body: bytes) -> bytes:
+    """Return the content of a chunked body."""
+    content = b""
+    rest = body
+    while rest:
+        size_line, _, rest = rest.partition(b"\r\n")
+        size = int(size_line.partition(b";")[0], 16)
+        content += rest[:size]
+        rest = rest[size + len(b"\r\n") :]
+    return content
+
+
+def _excerpt(text: bytes) -> str:
+    return text.decode(errors="replace")[:ERROR_CHARACTERS_LIMIT]
 
 
 async def _send_all(port: int, requests: list[bytes], clients: int) -> list[ClientTimes]:
@@ -191,7 +250,7 @@ async def _send(
             rest = await reader.read(ERROR_CHARACTERS_LIMIT)
             status = head.splitlines()[0].decode(errors="replace")
             raise BenchError(f"{status}: {rest.decode(errors='replace')}")
-        await reader.readuntil(END_OF_EVENT)
+        body = await reader.readuntil(END_OF_EVENT)
         first_event_s = time.perf_counter() - began_at
-        await reader.readuntil(END_OF_BODY)
-        return ClientTimes(first_event_s, time.perf_counter() - began_at)
+        body += await reader.readuntil(END_OF_BODY)
+        return ClientTimes(first_event_s, time.perf_counter() - began_at, body)

@@ -214,10 +214,11 @@ def _chat_cell(options: LiveOptions, layout: Layout, seed: int) -> Cell:
     return Cell(layout, load, "chats", options.table)
 
 
-def cell_setup(options: LiveOptions, cell: Cell) -> dict[str, Any]:
+def cell_setup(options: LiveOptions, cell: Cell, load: Load) -> dict[str, Any]:
     """Return what a cell's file must say so that the cell need not run again.
 
-    The layout is not in it, as it is part of the cell's key. vLLM is told no targets, so its
+    `load` is the one that the cell resolves to: a multiple of a capacity holds for that capacity
+    alone. The layout is not in it, as it is part of the cell's key. vLLM is told no targets, so its
     cells hold for other targets too.
     """
     setup: dict[str, Any] = {
@@ -227,10 +228,26 @@ def cell_setup(options: LiveOptions, cell: Cell) -> dict[str, Any]:
         "warm_up": options.warm_up,
         "load": _load_setup(cell.load),
     }
+    if isinstance(cell.load, FactorLoad) and isinstance(load, PoissonLoad):
+        setup["rate"] = load.rate
     if isinstance(cell.layout, DiptychLayout):
         setup["slo"] = str(options.served_slo)
         setup["settings"] = list(options.settings)
     return setup
+
+
+def differing_fact(cell: Cell, measured: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return how a cell's run differs from one that would be made now; "" if it does not.
+
+    Both have the facts of `run.machine_facts`. A cell of ours does not depend on vLLM.
+    """
+    names = ["commit", "versions", "machine", "model"]
+    if not isinstance(cell.layout, DiptychLayout):
+        names.append("vLLM")
+    for name in names:
+        if measured.get(name) != now.get(name):
+            return f"{name} was {measured.get(name, '-')}, and is {now.get(name, '-')}"
+    return ""
 
 
 def _load_setup(load: Load | FactorLoad) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 In the table `slo` all layouts serve the same requests, so a comparison draws the same requests for
 both of its sides. In `overload` each layout serves a multiple of its own capacity.
 An interval is the middle 95 % of `DRAWS` bootstrap draws of requests, each within its own seed.
-In the document None stands for infinity, which JSON cannot hold, and for figures of nothing.
+A percentile of TTFT ranks all requests: those that failed stand behind all that were served, and
+one that falls on a failed request is infinite. Otherwise a server that refuses all that would be
+slow would look fast. In the document None stands for infinity, which JSON cannot hold, and for
+figures of nothing.
 A geometric mean of ratios counts half a request more on both sides of each ratio: otherwise one
 cell where vLLM meets no target would make it infinite.
 """
@@ -117,7 +120,7 @@ def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
     done = run.done
     errors = Counter(answer.error for answer in run.answers if answer.error)
     completed = np.array([not answer.error for answer in run.answers], dtype=float)
-    ttfts_s = np.array([answer.ttft_s for answer in run.answers])
+    ttfts_s = np.array(_offered_ttfts_s(run.answers))
     return {
         "layout": run.layout,
         "ours": run.ours,
@@ -129,7 +132,7 @@ def run_figures(run: LayoutRuns, slos: Sequence[LiveSlo]) -> dict[str, Any]:
         "done_per_s": _rate(completed, sizes, run.span_s),
         "output_tokens_per_s": round(sum(answer.output_tokens for answer in done) / run.span_s, 1),
         "prompt_hit": _prompt_hit(done),
-        "ttft_s": {f"p{rank}": _percentile(ttfts_s, completed, sizes, rank=rank) for rank in RANKS},
+        "ttft_s": {f"p{rank}": _percentile(ttfts_s, sizes, rank=rank) for rank in RANKS},
         "itl_ms": _gap_percentiles_ms(done),
         "goodput": {
             str(slo): {
@@ -193,22 +196,30 @@ def _rate(counted: np.ndarray, sizes: Sequence[int], span_s: float) -> Estimate:
     return _estimate(float(counted.sum()) / span_s, _drawn_sums(counted, sizes) / span_s)
 
 
-def _percentile(
-    values: np.ndarray, completed: np.ndarray, sizes: Sequence[int], *, rank: int
-) -> Estimate:
-    """Return a percentile over the completed requests."""
-    kept = np.where(completed > 0, values, np.nan)
-    if not completed.any():
+def _offered_ttfts_s(answers: Sequence[MeasuredAnswer]) -> list[float]:
+    """Return the TTFT of each request; it is infinite for one that failed."""
+    return [math.inf if answer.error else answer.ttft_s for answer in answers]
+
+
+def _percentile(values: np.ndarray, sizes: Sequence[int], *, rank: int) -> Estimate:
+    """Return a percentile over all requests; there is none if all of them failed."""
+    if not np.isfinite(values).any():
         return Estimate(None)
-    # A draw may have no completed request.
-    with np.errstate(all="ignore"):
-        drawn = _over_draws(sizes, lambda block: np.nanpercentile(kept[block], rank, axis=1))
-    return _estimate(float(np.nanpercentile(kept, rank)), drawn)
+    drawn = _over_draws(sizes, lambda block: _nearest_rank(values[block], rank))
+    return _estimate(float(_nearest_rank(values, rank)), drawn)
+
+
+def _nearest_rank(values: np.ndarray, rank: float) -> np.ndarray:
+    """Return the percentile of each row without interpolation.
+
+    Between a number and infinity, which stands for a failed request, there is nothing.
+    """
+    return np.percentile(values, rank, axis=-1, method="inverted_cdf")
 
 
 def _estimate(value: float, drawn: np.ndarray) -> Estimate:
     """Return a figure with the interval of its values over the draws."""
-    low, high = np.nanpercentile(drawn, INTERVAL_PERCENTILES)
+    low, high = np.percentile(drawn, INTERVAL_PERCENTILES, method="inverted_cdf")
     return Estimate(_finite(value), (_finite(float(low)), _finite(float(high))))
 
 
@@ -275,26 +286,37 @@ def compare_completion(ours: LayoutRuns, peers: Sequence[LayoutRuns]) -> dict[st
     """Return what ours completes, and its p99 TTFT, over the best of the peers.
 
     Rate and TTFT are each compared with the peer that is best in it, not with one and the same.
+    There is no ratio of TTFTs where either is that of a failed request.
     """
     our_rate = len(ours.done) / ours.span_s
     peer_rate = max(len(run.done) / run.span_s for run in peers)
     our_ttft_s = _ttft_p99_s(ours)
-    peer_ttfts_s = [ttft_s for run in peers if (ttft_s := _ttft_p99_s(run)) is not None]
-    ttft_ratio = None
-    if our_ttft_s is not None and peer_ttfts_s:
-        ttft_ratio = round(our_ttft_s / min(peer_ttfts_s), 3)
+    peer_ttft_s = min(_ttft_p99_s(run) for run in peers)
     return {
         "load": ours.label,
         "layout": ours.layout,
         "done_ratio": round(our_rate / peer_rate, 3) if peer_rate else None,
         "failed": len(ours.answers) - len(ours.done),
-        "ttft_p99_ratio": ttft_ratio,
+        "ttft_p99_ratio": _ttft_ratio(our_ttft_s, peer_ttft_s),
     }
 
 
-def _ttft_p99_s(run: LayoutRuns) -> float | None:
-    done = run.done
-    return float(np.percentile([answer.ttft_s for answer in done], 99)) if done else None
+def _ttft_p99_s(run: LayoutRuns) -> float:
+    """Return the 99th percentile of TTFT, infinite if that is a failed request's."""
+    return _ttft_percentile_s(run.answers, 99)
+
+
+def _ttft_percentile_s(answers: Sequence[MeasuredAnswer], rank: int) -> float:
+    """Return a percentile of TTFT over all of these requests; infinite also where there is none."""
+    ttfts_s = _offered_ttfts_s(answers)
+    return float(_nearest_rank(np.array(ttfts_s), rank)) if ttfts_s else math.inf
+
+
+def _ttft_ratio(our_ttft_s: float, peer_ttft_s: float) -> float | None:
+    """Return ours over theirs, or None if one of the two is infinite."""
+    if not math.isfinite(our_ttft_s) or not math.isfinite(peer_ttft_s):
+        return None
+    return round(our_ttft_s / peer_ttft_s, 3)
 
 
 def geometric_mean(comparisons: Sequence[Mapping[str, Any]]) -> float | None:
@@ -422,20 +444,25 @@ def _tokens_per_s(run: LayoutRuns) -> float:
 def _chat_rows(runs: Sequence[LayoutRuns]) -> list[dict[str, Any]]:
     """Return the TTFT of the turns behind the first one, and of ours over the best of vLLM.
 
-    First turns are left out, as nothing of their prompts can be cached.
+    First turns are left out, as nothing of their prompts can be cached. `turns` are all later ones,
+    and `failed` those of them that failed, or were not sent as one before them had failed.
     """
+    later_turns = {run.layout: [answer for answer in run.answers if answer.turn] for run in runs}
+    peers = [later_turns[run.layout] for run in runs if not run.ours]
     rows: list[dict[str, Any]] = []
     for run in runs:
-        ttfts_s = [answer.ttft_s for answer in run.done if answer.turn]
-        row: dict[str, Any] = {"layout": run.layout, "ours": run.ours, "turns": len(ttfts_s)}
+        answers = later_turns[run.layout]
+        row: dict[str, Any] = {
+            "layout": run.layout,
+            "ours": run.ours,
+            "turns": len(answers),
+            "failed": sum(bool(answer.error) for answer in answers),
+        }
         for rank in RANKS:
-            value = float(np.percentile(ttfts_s, rank)) if ttfts_s else None
-            row[f"ttft_p{rank}_s"] = None if value is None else round(value, 4)
+            ttft_s = _ttft_percentile_s(answers, rank)
+            row[f"ttft_p{rank}_s"] = _finite(ttft_s)
+            if run.ours and peers:
+                peer_ttft_s = min(_ttft_percentile_s(peer, rank) for peer in peers)
+                row[f"ttft_p{rank}_ratio"] = _ttft_ratio(ttft_s, peer_ttft_s)
         rows.append(row)
-    peers = [row for row in rows if not row["ours"] and row["turns"]]
-    for row in rows:
-        for rank in RANKS:
-            key = f"ttft_p{rank}_s"
-            if row["ours"] and row["turns"] and peers:
-                row[f"ttft_p{rank}_ratio"] = round(row[key] / min(peer[key] for peer in peers), 3)
     return rows

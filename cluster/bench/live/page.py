@@ -56,7 +56,7 @@ def _rows_table(document: Mapping[str, Any]) -> list[str]:
             str(row["requests"]),
             str(row["failed"]),
             _number(row["done_per_s"]["value"]),
-            f"{_number(ttft['p50']['value'], 2)} / {_number(ttft['p99']['value'], 2)}",
+            f"{_ttft(ttft['p50']['value'], 2)} / {_ttft(ttft['p99']['value'], 2)}",
             _number(row["itl_ms"]["p99"], 0),
         ]
         cells += [
@@ -144,13 +144,14 @@ def _overload_lines(document: Mapping[str, Any]) -> list[str]:
 def _chat_lines(document: Mapping[str, Any]) -> list[str]:
     if "chats" not in document:
         return []
-    columns = ["layout", "turns", "TTFT p50 s", "TTFT p99 s", "p50 / vLLM", "p99 / vLLM"]
+    columns = ["layout", "turns", "failed", "TTFT p50 s", "TTFT p99 s", "p50 / vLLM", "p99 / vLLM"]
     rows = [
         [
             row["layout"],
             str(row["turns"]),
-            _number(row["ttft_p50_s"]),
-            _number(row["ttft_p99_s"]),
+            str(row["failed"]),
+            _ttft(row["ttft_p50_s"]),
+            _ttft(row["ttft_p99_s"]),
             _number(row.get("ttft_p50_ratio"), 2),
             _number(row.get("ttft_p99_ratio"), 2),
         ]
@@ -182,6 +183,11 @@ def _with_interval(estimate: Mapping[str, Any]) -> str:
 def _number(value: float | None, digits: int = 3) -> str:
     """Return the number with so many digits behind the point; "-" where nothing was measured."""
     return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _ttft(seconds: float | None, digits: int = 3) -> str:
+    """Return a percentile of TTFT; the document has None where it falls on a failed request."""
+    return "failed" if seconds is None else _number(seconds, digits)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -64,32 +64,43 @@ class LiveSlo(msgspec.Struct, frozen=True):
 
 
 class MeasuredAnswer(msgspec.Struct, frozen=True):
-    """One request of a cell, as its client saw it. Latencies count from when it was sent."""
+    """One request of a cell, as its client saw it. Latencies count from `sent_s`."""
 
-    sent_s: float  #: seconds from the load's start
+    #: Seconds from the load's start at which the request was sent, or was to be sent if the client
+    #: had as many under way as it may, or did not come to send it.
+    sent_s: float
     prompt_tokens: int
     output_tokens: int
     error: str = ""  #: "": the answer is complete
     cached_tokens: int = 0  #: as the server says
     ttft_s: float = 0.0  #: until the first piece with text
-    e2e_s: float = 0.0  #: until the end of the answer
+    e2e_s: float = 0.0  #: until the last piece with text; of a failed request until the failure
     gaps_ms: list[float] = []  #: between pieces that brought text
     turn: int = 0  #: of a chat, from 0
 
     @staticmethod
-    def of(outcome: LoadOutcome, turn: int = 0) -> MeasuredAnswer:
-        """Return what is kept of a load test's outcome. Latencies of a failed one are dropped."""
+    def of(outcome: LoadOutcome, *, ended_s: float, turn: int = 0) -> MeasuredAnswer:
+        """Return what is kept of a load test's outcome; latencies count from its `arrival_s`.
+
+        Of a failed one all latencies are dropped but the end, at `ended_s` after the load's start.
+        """
+        waited_s = outcome.sent_s - outcome.arrival_s
         if outcome.error:
             return MeasuredAnswer(
-                outcome.sent_s, outcome.prompt_tokens, 0, error=outcome.error, turn=turn
+                sent_s=outcome.arrival_s,
+                prompt_tokens=outcome.prompt_tokens,
+                output_tokens=0,
+                error=outcome.error,
+                e2e_s=ended_s - outcome.arrival_s,
+                turn=turn,
             )
         return MeasuredAnswer(
-            sent_s=outcome.sent_s,
+            sent_s=outcome.arrival_s,
             prompt_tokens=outcome.prompt_tokens,
             output_tokens=outcome.output_tokens,
             cached_tokens=outcome.cached_tokens,
-            ttft_s=outcome.ttft_s,
-            e2e_s=outcome.e2e_s,
+            ttft_s=waited_s + outcome.ttft_s,
+            e2e_s=waited_s + outcome.e2e_s,
             gaps_ms=[round(gap_s * 1e3, 2) for gap_s in outcome.gaps_s],
             turn=turn,
         )
@@ -118,9 +129,10 @@ class ClientReport(msgspec.Struct):
     """What the client process says when a load is over."""
 
     digest: str  #: of what was sent (`loads.digest`)
-    span_s: float  #: from the load's start to the end of the last complete answer
+    span_s: float  #: from the load's start to the end of the last request, served or failed
     cpu_s: float  #: of the client itself
-    answers: list[MeasuredAnswer]  #: of all requests, failed ones too, by the time of sending
+    #: Of all planned requests, by the time of sending: also those that failed, or were not sent.
+    answers: list[MeasuredAnswer]
     model: str = ""  #: as the server calls it
 
 

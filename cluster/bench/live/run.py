@@ -6,8 +6,9 @@ Life of a cell:
 2. The client process warms it up, offers the load, and reports every answer.
 3. The server is ended, and the result is written to `cells/<key>.json`.
 
-A cell whose file is there is not run again; a file of another set-up is refused by name. A cell that
-fails is reported and left out: the next call tries it again. ^C ends client and servers.
+A cell whose file is there is not run again. A file of another set-up, commit, machine or version is
+refused by name. A cell that fails is reported and left out: the next call tries it again. ^C ends
+client and servers.
 
 With `LiveRun.plan_picks`, the first cells are those whose router logs `diptych plan` learns from.
 Then the layouts that `plan` picks are measured beside those of the table.
@@ -15,6 +16,7 @@ Then the layouts that `plan` picks are measured beside those of the table.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -28,7 +30,16 @@ from typing import Any
 import msgspec
 
 from ....loadtests.machine import describe
-from .cells import Cell, Forecast, LiveOptions, LiveTable, cell_setup, slo_cell, table_cells
+from .cells import (
+    Cell,
+    Forecast,
+    LiveOptions,
+    LiveTable,
+    cell_setup,
+    differing_fact,
+    slo_cell,
+    table_cells,
+)
 from .choose import pick_layouts
 from .compare import table_document
 from .errors import LiveBenchError
@@ -61,7 +72,8 @@ class LiveRun:
     options: LiveOptions
     folder: Path  #: for `cells`, `logs`, and the table's two documents
     start_server: StartServer
-    facts: Mapping[str, Any] = field(default_factory=dict)  #: versions and machine, for the page
+    #: Versions and machine, for the page. Cells of others are not used again (`differing_fact`).
+    facts: Mapping[str, Any] = field(default_factory=dict)
     plan_picks: bool = False  #: True: `plan` picks layouts too, by the first cells' router logs
 
 
@@ -107,8 +119,8 @@ def machine_facts(options: LiveOptions, vllm_python: Path | None) -> dict[str, A
         f"{machine['memory_gib']} GiB",
         "commit": described["commit"] or "-",
         "versions": f"diptych {versions['diptych']}, Python {versions['python']}",
-        "model": options.model.name,
-        "tokens": f"{options.prompt} in, {options.output} out",
+        "model": f"{options.model.name}, {_model_fingerprint(options.model)}",
+        "tokens": _token_ranges(options),
         "our servers' targets": str(options.served_slo),
     }
     if options.settings:
@@ -122,11 +134,26 @@ def machine_facts(options: LiveOptions, vllm_python: Path | None) -> dict[str, A
     return facts
 
 
+def _model_fingerprint(model: Path) -> str:
+    """Return a text that differs for two models whose folders have the same name."""
+    path = model / "config.json"
+    if not path.exists():
+        return "without a config.json"
+    return f"config.json {hashlib.sha256(path.read_bytes()).hexdigest()[:12]}"
+
+
+def _token_ranges(options: LiveOptions) -> str:
+    """Return the lengths of prompts and answers; a chat's messages have lengths of their own."""
+    if options.table is LiveTable.CHATS:
+        return f"{options.output} out"
+    return f"{options.prompt} in, {options.output} out"
+
+
 def run(live: LiveRun, report_progress: Callable[[str], None]) -> dict[str, Any]:
     """Run what is missing of the table, write its documents, and return what they hold.
 
     The documents are `NAME.md` and `NAME.json`, where NAME is that of the table: `slo`, say. Raises
-    LiveBenchError if a cell's file is of another set-up.
+    LiveBenchError if a cell's file is of another set-up, commit, machine or version.
     """
     runner = _Runner(live, report_progress)
     options = live.options
@@ -202,7 +229,7 @@ class _Runner:
     def run_cells(self, cells: Sequence[Cell]) -> None:
         """Run the cells that have no file; a cell that fails is reported and left out.
 
-        Raises LiveBenchError if a file is no cell, or of another set-up.
+        Raises LiveBenchError if a file is no cell, or of another run (`_read`).
         """
         for cell in cells:
             if cell.key not in self.results and self._file(cell).exists():
@@ -253,22 +280,35 @@ class _Runner:
         return self._live.folder / "logs" / cell.key
 
     def _read(self, cell: Cell) -> CellResult:
-        """Return the result in a cell's file. Raises LiveBenchError if it is of another set-up."""
+        """Return the result in a cell's file.
+
+        Raises LiveBenchError if the file is no cell, or the cell would not be the same now: its
+        set-up, the capacity that it is a multiple of, the commit, the machine or a version differs.
+        """
         path = self._file(cell)
         try:
             result = msgspec.json.decode(path.read_bytes(), type=CellResult)
         except msgspec.DecodeError as error:
             raise LiveBenchError(f"{path} is no cell ({error}): remove it") from None
+        try:
+            load = cell.resolved_load(self.results)
+        except LiveBenchError as error:
+            # The capacity's own file was removed: it will be measured anew, and be another one.
+            raise LiveBenchError(f"{error}: remove {path} too") from None
         # By way of JSON, in which tuples become lists as they are in the file.
-        expected = msgspec.json.decode(msgspec.json.encode(self._setup(cell)))
+        setup = cell_setup(self._live.options, cell, load)
+        expected = msgspec.json.decode(msgspec.json.encode(setup))
         if result.setup != expected:
             raise LiveBenchError(
                 f"{path} was measured with another set-up: give another --out, or remove it"
             )
+        difference = differing_fact(cell, result.server.get("facts", {}), self._live.facts)
+        if difference:
+            raise LiveBenchError(
+                f"{path} cannot be compared with what is measured now: {difference}. "
+                "Give another --out, or remove it"
+            )
         return result
-
-    def _setup(self, cell: Cell) -> dict[str, Any]:
-        return cell_setup(self._live.options, cell)
 
     def _run(self, cell: Cell) -> CellResult:
         """Run one cell on a fresh server. Raises LiveBenchError if server or client fails."""
@@ -282,7 +322,7 @@ class _Runner:
         result = CellResult(
             key=cell.key,
             layout=cell.layout.name,
-            setup=self._setup(cell),
+            setup=cell_setup(self._live.options, cell, load),
             started_s=round(started_s, 2),
             wall_s=round(time.perf_counter() - began_s, 2),
             report=report,

@@ -129,8 +129,8 @@ class ApiError(Exception):
         headers: dict[str, str] = {}
         if self.reason == "bad_key":
             headers["www-authenticate"] = "Bearer"
-        if self.reason in ("slow_body", "too_large", "unsupported_media_type"):
-            # The rest of the body is never read, so the connection cannot be used again.
+        if self.reason == "slow_body":
+            # The body is not complete, so no other request can follow on this connection.
             headers["connection"] = "close"
         if self.reason == "worker_crashed":
             headers["x-should-retry"] = "false"  # else OpenAI's clients try a 500 again at once

@@ -9,6 +9,7 @@ of the names in `protos/inference.proto` and of gRPC's health protocol. Both ask
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -32,6 +33,7 @@ from .service import GatewayService
 
 #: For open answers, when the gateway is told to end; Serve kills the process after 15 s.
 DRAIN_S = 10.0
+DRAIN_POLL_S = 0.05  #: Between two looks whether a request runs, while the gateway ends.
 #: For `gc.set_threshold`: the young are collected after 5,000 new objects, the older after ten such
 #: collections, all after twenty of those. By Python's default, 1,200 streams were held up for 0.3 s
 #: every 5 s.
@@ -105,6 +107,8 @@ class Gateway:
         stopping = [asyncio.ensure_future(server.stop(DRAIN_S)) for server in self._servers]
         if stopping:
             await asyncio.wait(stopping, timeout=DRAIN_S - CLOSE_S)
+        else:  # the answers go to Serve's proxies
+            await _wait_for_requests(self.service, DRAIN_S - CLOSE_S)
         await self._directory.stop()
         await self.service.end_requests()
         await asyncio.gather(*stopping)
@@ -113,6 +117,14 @@ class Gateway:
     async def __call__(self, request: HttpRequest) -> Response:
         """Answer a request that came by Serve's HTTP proxy."""
         return _Delegate(self._app)
+
+
+async def _wait_for_requests(service: GatewayService, limit_s: float) -> None:
+    """Wait until no request runs, `limit_s` seconds at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            while service.running:  # noqa: ASYNC110  # no event says it
+                await asyncio.sleep(DRAIN_POLL_S)
 
 
 def _naming(models: Sequence[ModelApplication]) -> FindModels:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from typing import Protocol, TypeVar, assert_never
@@ -31,6 +32,9 @@ KIND = "gateway"  #: What a gateway says of itself to whom it dials.
 REDIAL_S = 0.5  #: Between two tries to connect to a gateway.
 CALL_LIMIT_S = 2.0  #: For a gateway to answer.
 CALLS_MAX = 256  #: Calls without an answer; one more is refused.
+#: No response has a longer id, as ids of requests have at most 128 characters. A longer one would
+#: only fill the gateways' connections.
+RESPONSE_ID_CHARS_MAX = 200
 EXCHANGE_S = 0.25  #: Between two reports of what the API keys use.
 
 Reply = TypeVar("Reply", frames.ResponseFound, frames.AnswerTaken)
@@ -118,6 +122,11 @@ class GatewayPeers:
         """How many other gateways can be asked now."""
         return len(self._connections)
 
+    def new_request_id(self) -> str:
+        """Returns an id for a request without one: other gateways see by it who gave the id."""
+        # The tag replaces as many random digits, so that an id's length does not show the tag.
+        return self.tag + uuid.uuid4().hex[len(self.tag) :]
+
     # ---- who there is ----------------------------------------------------------------------------
 
     def update(self, router: object, cards: Iterable[frames.GatewayCard]) -> None:
@@ -186,6 +195,8 @@ class GatewayPeers:
 
         Raises ApiError if that cannot be said, as a gateway does not answer or is not known yet.
         """
+        if len(response_id) > RESPONSE_ID_CHARS_MAX:
+            return None
         return await self._ask(
             response_id,
             lambda call_id: frames.FindResponse(

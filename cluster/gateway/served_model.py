@@ -306,8 +306,11 @@ class ServedModel:
         The answers count for the request's key until they have ended, with or without a reader.
         """
         open_answers = sum(not answer.ended for answer in request.answers)
+        terms = request.terms
         with (
-            self._facilities.door.generating(request.terms.api_key, open_answers),
+            self._facilities.door.generating(
+                terms.api_key, open_answers, call_answers=terms.call_answers
+            ),
             self._facilities.capacity.running_request(),
         ):
             await self._run_counted(request, sink)

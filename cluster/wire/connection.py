@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import struct
 import time
@@ -57,6 +58,7 @@ TURN_S = 0.005
 #: further frames.
 GATHERED_BYTES_MAX = 64 << 10
 GATHERED_S_MAX = 0.001
+REFUSAL_LOG_S = 60.0  #: Between two lines of the log about callers that were refused.
 _LENGTH = struct.Struct(">I")  #: Stands in front of each frame: its bytes.
 _HEARTBEAT = Heartbeat()  #: The one that is sent: `send` tells it from other frames by identity.
 
@@ -191,7 +193,7 @@ class FrameConnection:
             self.abort()
 
     async def _exchange_heartbeats(self, silence_limit_s: float) -> None:
-        """Send heartbeats when nothing else is sent, and close when the peer is silent for too long.
+        """Send heartbeats when nothing else is sent; close when the peer is silent for too long.
 
         Every frame of the peer counts, not only its heartbeats.
         """
@@ -285,6 +287,8 @@ class FrameListener:
         self._server: asyncio.Server | None = None
         #: Callers that have proved nothing yet, the oldest first.
         self._unproved: dict[asyncio.StreamWriter, None] = {}
+        self._next_refusal_log_s = -math.inf  #: No line about refused callers before this time.
+        self._unlogged_refusals = 0  #: Since the last such line.
 
     async def start(self, host: str) -> str:
         """Listen on a free port of `host`; return "host:port"."""
@@ -308,13 +312,26 @@ class FrameListener:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = await admit(reader, writer, self._own_secret)
         except (OSError, TimeoutError) as error:  # a ConnectionError of `admit` is an OSError
-            log.warning("refused a connection: %s", str(error) or type(error).__name__)
+            self._log_refusal(str(error) or type(error).__name__)
             writer.transport.abort()
             return
         finally:
             self._unproved.pop(writer, None)
         connection = FrameConnection(reader, writer, self._receives, hello.name)
         await self._serve(connection, hello)
+
+    def _log_refusal(self, why: str) -> None:
+        """Log that a caller was refused; at most once in `REFUSAL_LOG_S`, as anybody may call."""
+        now = time.monotonic()
+        if now < self._next_refusal_log_s:
+            self._unlogged_refusals += 1
+            return
+        others = ""
+        if self._unlogged_refusals:
+            others = f" (and {self._unlogged_refusals} others since the last such line)"
+        log.warning("refused a connection: %s%s", why, others)
+        self._next_refusal_log_s = now + REFUSAL_LOG_S
+        self._unlogged_refusals = 0
 
     def close(self) -> None:
         """Accept no more peers. Open connections stay open."""

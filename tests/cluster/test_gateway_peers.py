@@ -13,7 +13,7 @@ import httpx
 import pytest
 from diptych.cluster.gateway import peers as peers_module
 from diptych.cluster.gateway.edge.key_limits import KeyLimiter
-from diptych.cluster.gateway.edge.keys import ApiKey, add_key
+from diptych.cluster.gateway.edge.keys import AccessControl, ApiKey, add_key
 from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.wire.connection import dial
 from diptych.engine.demo import CHECKPOINT
@@ -195,6 +195,7 @@ def test_an_id_says_which_gateway_gave_it_and_names_no_process(pair: Pair) -> No
     assert id_there.startswith(pair.there.gateway.peers.tag)
     assert len(id_here) == 32 and "here" not in id_here + id_there
     assert pair.there.gateway.peers.gave(id_here)
+    assert pair.there.gateway.peers.gave(pair.here.gateway.peers.new_request_id())
     assert not pair.here.gateway.peers.gave(id_here)
 
 
@@ -443,6 +444,18 @@ async def test_calls_that_wait_are_answered_when_the_gateway_ends() -> None:
             await call
 
 
+def test_nobody_is_asked_for_a_response_of_an_endless_id() -> None:
+    kept: Any = None
+    peers = peers_module.GatewayPeers("gateway/a", "s", 1.0, kept=kept, door=AccessControl(None))
+
+    async def test() -> None:
+        with pytest.raises(ApiError, match="does not know the other gateways yet"):
+            await peers.find_response("acme", "x" * 128)
+        assert await peers.find_response("acme", "x" * (8 << 20)) is None
+
+    asyncio.run(test())
+
+
 # ---- keys' limits --------------------------------------------------------------------------------
 
 
@@ -608,8 +621,22 @@ def test_a_call_for_more_than_a_part_of_the_limit_gets_in() -> None:
     exchange(limiters, 0.0)
     limiters[0].begin_answers(key, 6, 0.0)
     exchange(limiters, 0.0)
-    with pytest.raises(ApiError, match="6 are, and this call asks for 3 more"):
+    with pytest.raises(ApiError, match=r"6 are, or are set aside .* asks for 3 more"):
         limiters[1].begin_answers(key, 3, 0.0)
+
+
+@pytest.mark.parametrize("prompts", [5, 8])
+def test_a_call_of_more_prompts_than_a_part_of_the_limit_gets_in(prompts: int) -> None:
+    """Its answers begin one by one, so each of them says how many the call has."""
+    limiters = [KeyLimiter(), KeyLimiter()]
+    key = key_with(concurrency=8, requests_per_min=8)
+    exchange(limiters, 0.0)
+    limiters[0].open_call(key, 0.0)
+    limiters[0].charge_prompts(key, prompts - 1, 0.0, call_answers=prompts)
+    for _ in range(prompts):
+        limiters[0].begin_answers(key, 1, 0.0, call_answers=prompts)
+    with pytest.raises(ApiError, match=f"{prompts} are"):
+        limiters[0].begin_answers(key, 9 - prompts, 0.0)
 
 
 def test_what_a_gateway_used_that_has_ended_is_free() -> None:

@@ -135,6 +135,26 @@ def test_each_prompt_of_a_call_counts_in_the_rate(locked: tuple[StandIn, Path]) 
     assert [status(5), status(5), status(5)] == [200, 200, 429]
 
 
+def test_the_prompts_of_a_call_are_one_call_for_more_than_a_gateway_s_part(
+    locked: tuple[StandIn, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the prompts would fit into the part, but not all of them together."""
+    gateway, _ = locked
+    # Of the minute, a call of `key_with` was the first.
+    key = key_with(locked, concurrency=9, requests_per_min=9)
+    door = gateway.gateway.door
+    share_between = door.share_between
+    monkeypatch.setattr(door, "share_between", lambda _: share_between(3))
+
+    async def begin_interval() -> None:
+        door.share_between(3)
+
+    asyncio.run_coroutine_threadsafe(begin_interval(), gateway.loop).result(5)
+    body = {"prompt": ["a"] * 4, "n": 2, "max_tokens": 1}
+    answer = httpx.post(gateway.url + "/v1/completions", json=body, headers=key)
+    assert answer.status_code == 200, answer.text
+
+
 def test_each_answer_takes_its_place_in_the_minute(locked: tuple[StandIn, Path]) -> None:
     gateway, _ = locked
     key = key_with(locked, requests_per_min=10)  # of which a call of `key_with` was the first

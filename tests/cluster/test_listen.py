@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import re
 import resource
 import socket
@@ -20,9 +21,10 @@ import uvloop
 from diptych.cluster.cli.serve import welcome
 from diptych.cluster.config import ClusterConfig, ConfigError, GatewaySettings, load_config
 from diptych.cluster.gateway.attempt.held_bytes import CutReason
-from diptych.cluster.gateway.edge import listen
+from diptych.cluster.gateway.edge import listen, sse
 from diptych.cluster.gateway.edge.guard import ARRIVED_SCOPE_KEY
 from diptych.cluster.gateway.edge.sse import STALL_S
+from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.launch.local_cluster import LocalCluster
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -99,6 +101,16 @@ def test_a_request_has_an_id_and_its_answer_says_it() -> None:
             assert ids == [other.headers["x-request-id"] for other in others]
             assert len({*ids, "mine"}) == 3
             assert all(re.fullmatch("[0-9a-f]{32}", id) for id in ids), "as long as vLLM's"
+
+    run(test)
+
+
+def test_an_empty_id_is_none() -> None:
+    async def test(port: int) -> None:
+        request = b"GET / HTTP/1.1\r\nhost: g\r\nx-request-id:\r\n\r\n"
+        said = await said_to(port, request, b'"size":0}')
+        (request_id,) = re.findall(rb"x-request-id: ([0-9a-f]{32})\r\n", said)
+        assert b'"id":"%s"' % request_id in said, "what the request is told is its response's"
 
     run(test)
 
@@ -309,6 +321,131 @@ def test_half_a_request_does_not_end_the_answer_to_the_one_before(
         writer.transport.abort()
 
     run(test, slow)
+
+
+@pytest.mark.parametrize("reason", ["too_large", "unsupported_media_type"])
+def test_a_client_that_sends_its_whole_body_first_reads_why_it_was_refused(reason: str) -> None:
+    """http.client does so, and most of its users; its connection then serves the next request."""
+
+    async def refusing(scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(reason, "no")
+        await JSONResponse(error.body("r"), error.http_status, error.headers())(
+            scope, receive, send
+        )
+
+    def post_twice(port: int) -> list[int]:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        client.connect()
+        first_socket = client.sock
+        statuses = []
+        for _ in range(2):
+            client.request("POST", "/", body=b"x" * (9 << 20))
+            response = client.getresponse()
+            response.read()
+            statuses.append(response.status)
+        assert client.sock is first_socket
+        client.close()
+        return statuses
+
+    async def test(port: int) -> None:
+        status = ApiError(reason, "no").http_status
+        assert await asyncio.to_thread(post_twice, port) == [status, status]
+
+    run(test, refusing)
+
+
+@pytest.mark.parametrize("queued", [1, 2, 3 * listen.QUEUED_REQUESTS_MAX])
+@pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])
+def test_requests_that_wait_behind_one_that_runs_are_all_answered_in_order(
+    queued: int, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.sleep(0.01)
+        await app(scope, receive, send)
+
+    async def test(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for number in range(queued + 1):
+            writer.write(b"GET / HTTP/1.1\r\nhost: g\r\nx-request-id: %d\r\n\r\n" % number)
+            await asyncio.sleep(0)
+        for number in range(queued + 1):
+            assert b'"id":"%d"' % number in await reader.readuntil(b'"size":0}')
+        writer.transport.abort()
+
+    run(test, slow, loop_factory)
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])
+@pytest.mark.parametrize("queued", [0, 1, 3])
+def test_a_client_that_leaves_ends_its_request_though_others_wait_behind_it(
+    queued: int, loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    begun = asyncio.Event()
+    left = asyncio.Event()
+    started = []
+
+    async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
+        started.append(scope["path"])
+        await receive()  # the body
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    async def test(port: int) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(1 + queued):
+            writer.write(b"GET / HTTP/1.1\r\nhost: g\r\n\r\n")
+            await begun.wait()
+            await asyncio.sleep(0.01)
+        writer.transport.abort()
+        async with asyncio.timeout(3):
+            await left.wait()
+        assert len(started) == 1
+
+    run(test, waiting, loop_factory)
+
+
+def test_an_empty_line_between_requests_does_not_end_the_time_of_an_idle_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(listen, "KEEP_ALIVE_S", 0.1)
+
+    async def test(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: g\r\n\r\n")
+        await reader.readuntil(b'"size":0}')
+        async with asyncio.timeout(3):
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(b"\r\n")
+                    await asyncio.sleep(0.02)
+        writer.transport.abort()
+
+    run(test)
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])
+def test_a_client_that_reads_nothing_is_cut_off_though_its_next_request_waits(
+    loop_factory: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request has run; its response waits until the client has read the first one."""
+    monkeypatch.setattr(sse, "STALL_S", 0.2)
+
+    async def large(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"x" * (2 << 20))(scope, receive, send)
+
+    async def test(port: int) -> None:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+        client.connect(("127.0.0.1", port))
+        client.sendall(b"GET / HTTP/1.1\r\nhost: g\r\n\r\n" * 2)
+        connections = listen.HeaderLimitProtocol.open_connections
+        await until(lambda: bool(connections), 3.0, lambda: "it is not open")
+        await until(lambda: not connections, 3.0, lambda: "it is not cut off")
+        client.close()
+
+    run(test, large, loop_factory)
 
 
 @pytest.mark.parametrize("loop_factory", LOOPS, ids=["asyncio", "uvloop"])

@@ -246,6 +246,34 @@ async def test_a_client_that_takes_nothing_for_long_is_dropped(
     assert gateway.plane.cancelled == [True]
 
 
+async def test_a_client_that_takes_a_little_at_a_time_is_kept_until_it_takes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server takes more only once nearly all of its buffer is out."""
+    monkeypatch.setattr(sse, "STALL_S", 0.01)
+    client = Client()
+    client.free.clear()
+    looks = 0
+
+    def count_unsent_bytes() -> int:
+        nonlocal looks
+        looks += 1
+        return max(100 - looks, 95)
+
+    body = sse.ResponseBody()
+    body.begin()
+    body.open(client.send, count_unsent_bytes)
+    draining = asyncio.ensure_future(body.drain())
+    async with asyncio.timeout(5):
+        while looks < 4:
+            assert not draining.done()
+            await asyncio.sleep(0.001)
+        with pytest.raises(sse.Stalled):
+            await draining
+    assert looks == 6
+    body.close()
+
+
 async def test_an_error_in_a_push_ends_its_own_stream_only() -> None:
     gateway = Gateway()
     broken, whole = Stream(gateway, "broken"), Stream(gateway, "whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -13,13 +14,18 @@ import httpx
 import msgspec
 import openai
 import pytest
+from diptych.cluster.gateway.apis import response_store
 from diptych.cluster.gateway.apis.api import ApiCall, CallAnswers, EventEncoder
-from diptych.cluster.gateway.apis.response_finder import SENT_BYTES_MAX, answer_peer
+from diptych.cluster.gateway.apis.response_finder import (
+    SENT_BYTES_MAX,
+    ResponseFinder,
+    answer_peer,
+)
 from diptych.cluster.gateway.apis.response_items import InputItem, chat_messages, user_message
 from diptych.cluster.gateway.apis.response_shape import ResponseShape, _TextTokens
 from diptych.cluster.gateway.apis.response_store import ResponseStore, Turn, check_conversation
 from diptych.cluster.gateway.apis.response_tools import custom_arguments, custom_input
-from diptych.cluster.gateway.apis.responses import ResponsesRequest
+from diptych.cluster.gateway.apis.responses import ResponsesRequest, error_of_responses
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.gateway.edge.keys import add_key
@@ -673,6 +679,43 @@ def test_the_result_of_a_call_may_follow_the_response_that_made_it(gateway: Stan
 ])  # fmt: skip
 def test_what_is_not_stored_is_not_found(gateway: StandIn, fields: dict, says: str) -> None:
     assert re.search(says, refused(gateway, 404, **fields))
+
+
+def test_a_response_is_decoded_once_however_many_references_name_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = ResponseStore(10, 1 << 30, 60.0)
+    store.put("acme", response("long", "x"), [])
+    decoded: list[bytes] = []
+    monkeypatch.setattr(
+        response_store, "_decode", lambda text: decoded.append(text) or json.loads(text)
+    )
+    peers: Any = None  # nobody is asked
+    finder = ResponseFinder(store, peers)
+    items = asyncio.run(finder.items("acme", ["msg_long_0"] * 1000))
+    assert items == {"msg_long_0": {"id": "msg_long_0", "text": "x"}} and len(decoded) == 1
+
+
+@pytest.mark.parametrize("metadata", [
+    {f"{number}": "" for number in range(17)},
+    {"k" * 65: ""},
+    {"k": "v" * 513},
+])  # fmt: skip
+def test_metadata_are_as_small_as_openai_s(metadata: dict[str, str]) -> None:
+    """A stored response repeats them, and is decoded for each call that names it."""
+    with pytest.raises(ApiError, match=r"metadata.*should have at most \d+"):
+        parse_body(ResponsesRequest, json.dumps({"input": "x", "metadata": metadata}).encode())
+
+
+def test_errors_name_the_fields_of_this_api(gateway: StandIn) -> None:
+    body = {"input": "x" * 1_000_000}
+    error = httpx.post(gateway.url + PATH, json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    chat_error = ApiError("invalid_request", "reasoning_effort: no", "reasoning_effort")
+    error_here = error_of_responses(chat_error)
+    assert (error_here.message, error_here.param) == ("reasoning.effort: no", "reasoning.effort")
+    other_error = ApiError("rate_limited", "wait", "messages.0")
+    assert error_of_responses(other_error) is other_error
 
 
 def test_a_response_that_a_path_names_is_not_found_without_advice(gateway: StandIn) -> None:

@@ -14,6 +14,9 @@ import pytest
 from diptych.cluster.config import ConfigError, load_config
 from diptych.cluster.gateway.apis import api
 from diptych.cluster.gateway.apis.docs_page import docs_page
+from diptych.cluster.gateway.apis.openapi import openapi_document
+from diptych.cluster.gateway.apis.schema import Reading
+from diptych.cluster.gateway.edge import http
 from diptych.cluster.gateway.edge.browsers import BrowserPolicy
 from diptych.cluster.gateway.edge.keys import add_key
 from diptych.cluster.gateway.errors import ApiError
@@ -330,6 +333,25 @@ def test_the_page_of_the_document_has_every_route_and_loads_nothing(
     assert not re.search(r"<script|<link|src=|url\(|https?://", page.text)
     targets = set(re.findall(r'href="#([^"]+)"', page.text))
     assert targets <= set(re.findall(r'id="([^"]+)"', page.text))
+
+
+def test_the_document_is_made_once_for_each_of_its_forms(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Making it holds up all streams, and anybody may ask for the page, without a key."""
+    made: list[Reading] = []
+
+    def make(reading: Reading) -> dict[str, Any]:
+        made.append(reading)
+        return openapi_document(reading)
+
+    monkeypatch.setattr(http, "openapi_document", make)
+    http._openapi_bytes.cache_clear()
+    http._docs_page_bytes.cache_clear()
+    for path in ("/docs", "/openapi.json"):
+        first, second = (httpx.get(gateway.url + path) for _ in range(2))
+        assert first.status_code == 200 and first.content == second.content
+    assert len(made) == 2
 
 
 def test_the_page_takes_no_text_for_html() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from diptych.cluster.gateway.attempt.request import Request
+from diptych.cluster.gateway.attempt.terms import Terms
 from diptych.cluster.gateway.edge import rpc
-from diptych.cluster.gateway.edge.keys import AccessControl
+from diptych.cluster.gateway.edge.keys import AccessControl, ApiKey
 from diptych.cluster.gateway.errors import ERROR_KINDS, ApiError
-from diptych.cluster.gateway.text.answers import Output, TextDelta
+from diptych.cluster.gateway.text.answers import Output, TextDelta, TextSink
 from diptych.cluster.gateway.text.tokenizer import TokenizedPrompt
 from diptych.protos import frames as f
 from diptych.protos import inference_pb2 as pb
@@ -127,6 +129,71 @@ def test_a_client_that_does_not_read_holds_up_its_tokens_and_loses_none() -> Non
         return [reply.text for reply in taken if reply is not None]
 
     assert asyncio.run(test()) == [f"{n}" for n in range(rpc.REPLIES_MAX)]
+
+
+class Answering(Broken):
+    """A gateway whose model answers with a word, which the client may leave unread."""
+
+    def __init__(self) -> None:
+        super().__init__(AssertionError())
+        self.text = self.shelf = self.peers = self
+        self.request_ids: list[str] = []
+
+    def new_request_id(self) -> str:
+        return "tagged"
+
+    async def push_answers(self, request: Request, sink: TextSink) -> None:
+        sink._writer.write_deltas([TextDelta(0, "Hello", [], "stop")])
+
+    async def prepare_call(self, *given: Any) -> rpc.PreparedCall[pb.GenerateResponse]:
+        self.request_ids.append(given[2])
+        request = Request("r", [1, 2], [], f.Sampling(999))
+        said = lambda delta: [pb.GenerateResponse(text=delta.text, finish_reason="stop")]  # noqa: E731
+        return rpc.PreparedCall(request, Output(), said, lambda: 0)
+
+
+@pytest.fixture
+def no_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "AnswerTexts", lambda *_: SimpleNamespace(used_tokens=1))
+
+
+def generate(gateway: Any, request_id: str = "") -> AsyncGenerator[pb.GenerateResponse, None]:
+    method = rpc._streaming_method(pb.GenerateResponse, gateway.prepare_call)
+    return method(gateway, pb.GenerateRequest(request_id=request_id), Context())
+
+
+@pytest.mark.usefixtures("no_texts")
+def test_a_client_that_reads_no_more_does_not_keep_its_key_s_call_open() -> None:
+    """Its answers have ended, and the method waits for gRPC to take a reply."""
+    gateway: Any = Answering()
+    gateway.service = gateway
+    key = ApiKey(id="0" * 8, sha256="0" * 64, tenant="acme", concurrency=1)
+    gateway._admit = lambda *_: (key, Terms())
+
+    async def test() -> None:
+        replies = generate(gateway)
+        await anext(replies)
+        await asyncio.sleep(0)  # the task that made the replies is done, and says so
+        with gateway.door.admit(key, 0.0):
+            pass
+        with pytest.raises(StopAsyncIteration):
+            await anext(replies)
+
+    asyncio.run(test())
+
+
+@pytest.mark.usefixtures("no_texts")
+def test_a_call_without_an_id_gets_one_of_the_gateway() -> None:
+    gateway: Any = Answering()
+    gateway.service = gateway
+    gateway._admit = lambda *_: (None, Terms())
+
+    async def test() -> None:
+        for request_id in ("", "mine"):
+            [_] = [reply async for reply in generate(gateway, request_id)]
+
+    asyncio.run(test())
+    assert gateway.request_ids == ["tagged", "mine"]
 
 
 def test_the_usage_of_a_chat_tells_its_reasoning_tokens(tmp_path: Path) -> None:

@@ -314,6 +314,28 @@ def test_a_refusal_without_words_is_logged_by_its_class(
     assert "refused a connection: TimeoutError" in caplog.messages
 
 
+def test_strangers_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def call(address: str) -> None:
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(4096):  # the Challenge; then the end
+                pass
+        writer.transport.abort()
+
+    async def test() -> None:
+        listener = Server().listener
+        address = await listener.start("127.0.0.1")
+        for _ in range(3):
+            await call(address)
+        listener._next_refusal_log_s = 0.0  # a minute later
+        await call(address)
+
+    run(test)
+    first, second = [text for text in caplog.messages if text.startswith("refused a connection")]
+    assert "others" not in first and second.endswith("(and 2 others since the last such line)")
+
+
 #: More arrays in each other than a decoder goes into: it raises RecursionError.
 DEEP = b"\x91" * 3500 + b"\xc0"
 

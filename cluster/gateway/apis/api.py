@@ -41,7 +41,7 @@ from .messages import CountTokensRequest, MessageShape, MessagesRequest, anthrop
 from .response_items import InputItem, ItemReference, read_items
 from .response_shape import ResponseShape
 from .response_store import Turn, deleted_response
-from .responses import ResponsesRequest
+from .responses import ResponsesRequest, error_of_responses
 from .schema import REQUEST_ID_PATTERN, ApiBody, BodyType, parse_body
 
 log = logging.getLogger(__name__)
@@ -152,8 +152,10 @@ class Api:
         if len(prompts) > 1 and terms.resume.cursors:
             # Before any answer is kept, which would begin with ids that this call is refused for.
             raise _not_resumable()
-        self.service.door.check_answers(terms.api_key, len(prompts) * (body.n or 1))
-        self.service.door.charge_prompts(terms.api_key, len(prompts) - 1)
+        call_answers = len(prompts) * (body.n or 1)
+        self.service.door.check_answers(terms.api_key, call_answers)
+        self.service.door.charge_prompts(terms.api_key, len(prompts) - 1, call_answers=call_answers)
+        terms = replace(terms, call_answers=call_answers)
         request_ids = [request_id]
         if len(prompts) > 1:
             # An id has 128 characters at most: cut, so that the number fits behind.
@@ -202,7 +204,10 @@ class Api:
         chat = await self.service.capacity.tokenize(
             lambda: body.as_chat(model.text, model.limits, items)
         )
-        request, prompt = await model.prepare(chat, request_id, terms)
+        try:
+            request, prompt = await model.prepare(chat, request_id, terms)
+        except ApiError as error:
+            raise error_of_responses(error) from None
 
         def keep(response: dict[str, Any]) -> None:
             items = [item.model_dump(exclude_none=True) for item in input_items]
@@ -234,11 +239,12 @@ class Api:
 
         Raises ApiError if there is none.
         """
+        item_ids = {item.id for item in items if isinstance(item, ItemReference)}
+        named_items = await self.service.finder.items(tenant, item_ids)
         resolved: list[InputItem] = []
         for item in items:
             if isinstance(item, ItemReference):
-                named_item = await self.service.finder.item(tenant, item.id)
-                resolved += read_items(sse.encode([named_item]))
+                resolved += read_items(sse.encode([named_items[item.id]]))
             else:
                 resolved.append(item)
         return resolved

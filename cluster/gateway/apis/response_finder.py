@@ -6,6 +6,8 @@ reach any gateway, so one that has not got the response asks the others (`peers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ....protos import frames
 from ..errors import ApiError
 from ..peers import GatewayPeers
@@ -14,7 +16,7 @@ from .response_store import (
     StoredResponse,
     Turn,
     check_conversation,
-    output_item,
+    output_items,
 )
 from .schema import JsonObject
 
@@ -59,14 +61,26 @@ class ResponseFinder:
         check_conversation(stored.turns)
         return stored.turns
 
-    async def item(self, tenant: str, item_id: str) -> JsonObject:
-        """Return an output item of a stored response."""
-        # An item's id is a prefix, the id of its response and a number, joined by `_`.
-        response_id = item_id.partition("_")[2].rpartition("_")[0]
-        if not response_id:  # another server's id, such as OpenAI's `msg_123`
-            message = f"item {item_id[:128]!r} not found{_ADVICE['input']}"
-            raise ApiError("not_found", message, "input")
-        return output_item(await self._find(tenant, response_id, "input"), item_id)
+    async def items(self, tenant: str, item_ids: Iterable[str]) -> dict[str, JsonObject]:
+        """Return output items of stored responses by their ids.
+
+        Each response is looked for and decoded once, however many of its items are named.
+        """
+        items: dict[str, JsonObject] = {}
+        looked_into: set[str] = set()
+        for item_id in item_ids:
+            # An item's id is a prefix, the id of its response and a number, joined by `_`.
+            response_id = item_id.partition("_")[2].rpartition("_")[0]
+            if not response_id:  # another server's id, such as OpenAI's `msg_123`
+                message = f"item {item_id[:128]!r} not found{_ADVICE['input']}"
+                raise ApiError("not_found", message, "input")
+            if response_id not in looked_into:
+                looked_into.add(response_id)
+                items |= output_items(await self._find(tenant, response_id, "input"))
+            if item_id not in items:
+                message = f"item {item_id[:128]!r} not found in its response{_ADVICE['input']}"
+                raise ApiError("not_found", message, "input")
+        return items
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """Forget a response, wherever it is; those that follow it keep its turns.

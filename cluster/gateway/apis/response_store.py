@@ -177,14 +177,10 @@ def check_conversation(turns: Sequence[Turn]) -> None:
         raise ApiError("context_length_exceeded", message, "previous_response_id")
 
 
-def output_item(stored: StoredResponse, item_id: str) -> JsonObject:
-    """Return an output item of a stored response. Raises ApiError if it is not there."""
+def output_items(stored: StoredResponse) -> dict[str, JsonObject]:
+    """Return the output items of a stored response by their ids."""
     output: list[JsonObject] = _decode(stored.response)["output"]
-    for item in output:
-        if item["id"] == item_id:
-            return item
-    message = f"item {item_id[:128]!r} not found in its response: send the item itself"
-    raise ApiError("not_found", message, "input")
+    return {item["id"]: item for item in output}
 
 
 def deleted_response(response_id: str) -> dict[str, Any]:

@@ -49,6 +49,12 @@ INCLUDABLES = frozenset(
     }
 )
 INCLUDES_MAX = 32  #: Of one body; each is compared with the known ones.
+#: Bounds of `metadata`, which are OpenAI's: pairs, and characters of a key and of a value.
+METADATA_PAIRS_MAX = 16
+METADATA_KEY_CHARS_MAX = 64
+METADATA_VALUE_CHARS_MAX = 512
+#: The fields of this API by those of the chat that a body becomes, as errors name them.
+_FIELDS_BY_CHAT_FIELD = {"messages": "input", "reasoning_effort": "reasoning.effort"}
 
 
 class _TextFormat(BodyPart):
@@ -84,6 +90,13 @@ def _input_branch(value: Any) -> str:
     return "#items" if isinstance(value, list) else "#text"
 
 
+_Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=METADATA_KEY_CHARS_MAX)],
+        Annotated[str, Field(max_length=METADATA_VALUE_CHARS_MAX)],
+    ],
+    Field(max_length=METADATA_PAIRS_MAX),
+]
 _Input = Annotated[
     Annotated[str, Tag("#text")]
     | Annotated[
@@ -118,7 +131,7 @@ class ResponsesRequest(CommonSamplingFields):
     store: bool | None = None  #: False: the response is not kept.
     previous_response_id: str | None = None  #: The input goes on behind this response.
     user: str | None = None
-    metadata: dict[str, str] | None = None  #: The response repeats it.
+    metadata: _Metadata | None = None  #: The response repeats it.
     safety_identifier: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_response_messages: bool = False  #: vLLM's: what the model read and wrote goes along.
@@ -270,3 +283,15 @@ class ResponsesRequest(CommonSamplingFields):
         if self.parallel_tool_calls is not None:
             fields["parallel_tool_calls"] = self.parallel_tool_calls
         return fields
+
+
+def error_of_responses(error: ApiError) -> ApiError:
+    """Return the error of a chat that a body became, with the name that the field has here."""
+    chat_field = error.param or ""
+    field = _FIELDS_BY_CHAT_FIELD.get(chat_field)
+    if field is None:
+        return error
+    message = error.message
+    if message.startswith(f"{chat_field}:"):
+        message = field + message.removeprefix(chat_field)
+    return ApiError(error.reason, message, field)

@@ -633,5 +633,8 @@ def _known_target_s(request: Request) -> float:
 
 
 def _draining() -> ApiError:
-    message = "this gateway is shutting down; the same x-request-id goes on with the answer"
+    message = (
+        "this gateway no longer serves this model, or is shutting down; "
+        "the same x-request-id goes on with the answer"
+    )
     return ApiError("draining", message)

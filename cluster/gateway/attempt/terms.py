@@ -52,6 +52,8 @@ class Terms:
     #: On the monotonic clock: when the headers were there, before the body was read.
     arrived_s: float | None = field(default=None, compare=False)
     api_key: ApiKey | None = field(default=None, compare=False)  #: None: no key is needed.
+    #: The answers to all prompts of the call; 0: the request is the call's only one.
+    call_answers: int = field(default=0, compare=False)
 
 
 def read_terms(

@@ -104,7 +104,7 @@ class RequestGuard:
 def _with_body_timeout(receive: Receive, timeout_s: float) -> Receive:
     """Return `receive`, which raises ApiError when the body is not complete after `timeout_s`.
 
-    It does so, too, when who brings the body is lost: what Serve's own `receive` raises then.
+    It raises `no_capacity` if `receive` itself fails: Serve's does when its proxy is lost.
 
     Once the body is complete, what comes (that the client left) may take any time. The error
     comes once; what is received after it has no limit.

@@ -6,6 +6,7 @@ error is a response in the shape of the API that was called.
 
 from __future__ import annotations
 
+import functools
 import logging
 from importlib.metadata import version
 from typing import Any
@@ -23,7 +24,7 @@ from ..apis.api import Api
 from ..apis.docs_page import CONTENT_SECURITY_POLICY, docs_page
 from ..apis.messages import anthropic_error_body
 from ..apis.openapi import openapi_document
-from ..apis.schema import REQUEST_ID_PATTERN
+from ..apis.schema import REQUEST_ID_PATTERN, Reading
 from ..errors import ApiError
 from ..service import GatewayService
 from .browsers import BrowserPolicy
@@ -160,15 +161,29 @@ class _StatusRoutes:
         return JSONResponse({"server_load": self._gateway.running})
 
     async def docs(self, _: HttpRequest) -> Response:
-        page = docs_page(openapi_document(self._gateway.reading))
+        page = _docs_page_bytes(self._gateway.reading)
         return HTMLResponse(page, headers={"content-security-policy": CONTENT_SECURITY_POLICY})
 
     async def openapi(self, _: HttpRequest) -> Response:
-        return JSONResponse(openapi_document(self._gateway.reading))
+        return Response(_openapi_bytes(self._gateway.reading), media_type="application/json")
 
     async def metrics(self, http: HttpRequest) -> Response:
         content_type, page = await self._gateway.metrics_page(http.headers.get("accept", ""))
         return Response(page, headers={"content-type": content_type})
+
+
+# Making the document takes about 0.1 s, in which no stream goes on, and `/docs` needs no key. So
+# each process makes it once.
+@functools.cache
+def _openapi_bytes(reading: Reading) -> bytes:
+    """Return the OpenAPI document of gateways that read bodies like this, as JSON."""
+    return bytes(JSONResponse(openapi_document(reading)).body)
+
+
+@functools.cache
+def _docs_page_bytes(reading: Reading) -> bytes:
+    """Return the page that shows people the same document."""
+    return docs_page(openapi_document(reading)).encode()
 
 
 def _request_id(http: HttpRequest) -> str:

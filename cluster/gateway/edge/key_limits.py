@@ -1,10 +1,12 @@
 """How much each API key has used of its limits, at this gateway and at the others (pure).
 
 A key's limits are those of the cluster. Gateways tell each other several times a second what each
-key may use with them until the next time: with `n` gateways, what it uses and an `n`-th, rounded up,
-of what is left. A key of which the others have not heard yet may use an `n`-th of its limit. So all
-gateways together exceed a limit of concurrency by `n - 1` at most. A call that is larger than a
-gateway's part of the whole limit is let in if it fits into what is left.
+key may use with them until the next time: with `n` gateways, what it uses and an `n`-th, rounded
+up, of what is left. A key of which the others have not heard yet may use an `n`-th of its limit. So
+all gateways together exceed a limit of concurrency by `n - 1` at most. A call that is larger than a
+gateway's part of the whole limit is let in if it fits into what is left beside what the others use
+and have set aside. So a call for several answers may be refused at one gateway while another, on
+which the key is in use, has room for it.
 """
 
 from __future__ import annotations
@@ -141,21 +143,28 @@ class KeyLimiter:
         self._fill_bucket(key, usage, 1, now)
         usage.open_calls += 1
 
-    def charge_prompts(self, key: LimitedKey, count: int, now: float) -> None:
+    def charge_prompts(
+        self, key: LimitedKey, count: int, now: float, *, call_answers: int = 0
+    ) -> None:
         """Counts a call's further prompts: with the first one its call is in the bucket.
 
-        Raises ApiError above the limit.
+        `call_answers` is as for `begin_answers`. Raises ApiError above the limit.
         """
-        self._fill_bucket(key, self._usage_by_id.setdefault(key.id, KeyUsage()), count, now)
+        usage = self._usage_by_id.setdefault(key.id, KeyUsage())
+        self._fill_bucket(key, usage, count, now, call_answers=call_answers)
 
     def close_call(self, key: LimitedKey) -> None:
         """Counts a call as over that `open_call` has counted."""
         self._usage_by_id[key.id].open_calls -= 1
 
-    def begin_answers(self, key: LimitedKey, count: int, now: float) -> None:
+    def begin_answers(
+        self, key: LimitedKey, count: int, now: float, *, call_answers: int = 0
+    ) -> None:
         """Counts answers as generated, until `end_answers`. Raises ApiError above a limit.
 
-        One of them is in the bucket already, as a call.
+        One of them is in the bucket already, as a call. `call_answers` are those of the whole call,
+        if the answers of its other prompts begin by themselves: a large call is let in with all of
+        its prompts, though each of them is small.
         """
         usage = self._usage_by_id.setdefault(key.id, KeyUsage())
         usage.key = key
@@ -164,14 +173,16 @@ class KeyLimiter:
             if running + count > key.concurrency:
                 message = (
                     f"this key may have {key.concurrency} answers generated at a time; "
-                    f"{running} are, and this call asks for {count} more"
+                    f"{running} are, or are set aside for other gateways, "
+                    f"and this call asks for {count} more"
                 )
                 raise ApiError("rate_limited", message)
             share = self._share(key, usage, now).running_answers
             exceeds_share = usage.running_answers + count > share
-            if exceeds_share and not self._is_large(count, key.concurrency):
+            is_large = self._is_large(max(count, call_answers), key.concurrency)
+            if exceeds_share and not is_large:
                 raise self._share_is_used(f"{key.concurrency} answers generated at a time")
-        self._fill_bucket(key, usage, count - 1, now)
+        self._fill_bucket(key, usage, count - 1, now, call_answers=call_answers)
         usage.running_answers += count
 
     def end_answers(self, key: LimitedKey, count: int) -> None:
@@ -189,11 +200,13 @@ class KeyLimiter:
 
     # ---- limits ----------------------------------------------------------------------------------
 
-    def _fill_bucket(self, key: LimitedKey, usage: KeyUsage, count: int, now: float) -> None:
+    def _fill_bucket(
+        self, key: LimitedKey, usage: KeyUsage, count: int, now: float, *, call_answers: int = 0
+    ) -> None:
         """Lets the key's bucket leak until `now`, and puts `count` more answers into it.
 
-        Raises ApiError, with the time to wait, if they do not fit; the bucket then takes none of
-        them.
+        They may be some of the `call_answers` of a call. Raises ApiError, with the time to wait, if
+        they do not fit; the bucket then takes none of them.
         """
         limit = key.requests_per_min
         if not limit:
@@ -207,7 +220,8 @@ class KeyLimiter:
             wait_s = math.ceil(excess_answers * 60 / limit)
             raise ApiError("rate_limited", message, retry_after_s=wait_s)
         exceeds_share = usage.bucket_answers + count > self._share(key, usage, now).bucket_answers
-        if count and exceeds_share and not self._is_large(count, limit):
+        is_large = self._is_large(max(count, call_answers), limit)
+        if count and exceeds_share and not is_large:
             raise self._share_is_used(f"{limit} answers a minute")
         usage.bucket_answers += count
 

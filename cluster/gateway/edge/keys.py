@@ -42,7 +42,8 @@ SECRET_BYTES = 24  #: The 192 random bits of a key's secret.
 KEY_CHARS_MAX = 200  #: A longer text is never a key, and is not even split.
 #: Of keys that are in no file: the configuration gives their hashes.
 GIVEN_KEY_TENANT = "default"
-#: Compared in place of the hash of an unknown id, so that comparing takes as long as for a known one.
+#: Compared in place of the hash of an unknown id, so that comparing takes as long as for a known
+#: one.
 UNKNOWN_KEY_SHA256 = "0" * 64
 #: Plain enough to stand in headers and metrics.
 KeyWord = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
@@ -84,8 +85,8 @@ class Keyring(BaseModel):
     def find(self, key_text: str) -> ApiKey | None:
         """Return the key whose text this is, or None.
 
-        A wrong text of a known id, which is public, is hashed and compared just as one of an unknown
-        id: the comparison tells nothing of the secret.
+        A wrong text of a known id, which is public, is hashed and compared just as one of an
+        unknown id: the comparison tells nothing of the secret.
         """
         key_id = _id_of(key_text)
         key = next((key for key in self.keys if key.id == key_id), None)
@@ -106,9 +107,10 @@ class FileVersion(NamedTuple):
 class AccessControl:
     """Finds out whose key a request has, and holds the key to its limits.
 
-    Without a `path` and `key_hashes` no request needs a key. The keys with these hashes (SHA-256)
-    have no limits, and any text of at most `KEY_CHARS_MAX` characters may be one. Raises KeyFileError if the file cannot be read at the
-    start. `now` is `time.monotonic()`, or was when the request arrived.
+    Without a `path` and `key_hashes` no request needs a key. Keys of `key_hashes` (SHA-256) have no
+    limits; their text may be anything of at most `KEY_CHARS_MAX` characters. Raises KeyFileError if
+    the file cannot be read at the start. `now` is `time.monotonic()`, or was when the request
+    arrived.
     """
 
     def __init__(self, path: Path | None, key_hashes: Iterable[str] = ()) -> None:
@@ -178,24 +180,33 @@ class AccessControl:
             self._limiter.close_call(key)
 
     @contextlib.contextmanager
-    def generating(self, key: ApiKey | None, answers: int) -> Iterator[None]:
+    def generating(
+        self, key: ApiKey | None, answers: int, *, call_answers: int = 0
+    ) -> Iterator[None]:
         """Count answers as generated for as long as the context is open.
 
-        Raises ApiError above one of the key's limits.
+        `call_answers` are those of the whole call, where its prompts are counted one by one. Raises
+        ApiError above one of the key's limits.
         """
         if key is None:
             yield
             return
-        self._limiter.begin_answers(key, answers, time.monotonic())
+        self._limiter.begin_answers(key, answers, time.monotonic(), call_answers=call_answers)
         try:
             yield
         finally:
             self._limiter.end_answers(key, answers)
 
-    def charge_prompts(self, key: ApiKey | None, further_prompts: int) -> None:
-        """Count the prompts of a call but its first, each as a call. Raises ApiError at a limit."""
+    def charge_prompts(
+        self, key: ApiKey | None, further_prompts: int, *, call_answers: int
+    ) -> None:
+        """Count the prompts of a call but its first, each as a call. Raises ApiError at a limit.
+
+        `call_answers` are those of all its prompts.
+        """
         if key is not None and further_prompts:
-            self._limiter.charge_prompts(key, further_prompts, time.monotonic())
+            now = time.monotonic()
+            self._limiter.charge_prompts(key, further_prompts, now, call_answers=call_answers)
 
     def check_answers(self, key: ApiKey | None, answers: int) -> None:
         """Raise ApiError if a call asks for more answers than its key may ever have."""
@@ -301,7 +312,10 @@ def add_key(
 
 
 def revoke_key(path: Path, key_id: str) -> ApiKey:
-    """Take a key out of the file and return it. Raises as `add_key` does, also for an unknown id."""
+    """Take a key out of the file and return it.
+
+    Raises as `add_key` does, also for an unknown id.
+    """
     with _changing_keys(path) as keys:
         for key in keys:
             if key.id == key_id:
@@ -332,8 +346,8 @@ def _changing_keys(path: Path) -> Iterator[list[ApiKey]]:
 def _replace_file(path: Path, text: str) -> None:
     """Write all of a file or nothing of it.
 
-    A new file is readable by its owner only; one that exists keeps its owner, group and mode. Raises
-    KeyFileError if this process may not give the file to them.
+    A new file is readable by its owner only; one that exists keeps its owner, group and mode.
+    Raises KeyFileError if this process may not give the file to them.
     """
     status = path.stat() if path.exists() else None
     descriptor, temporary_name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -353,8 +367,8 @@ def _replace_file(path: Path, text: str) -> None:
 def _give_to_owner(path: Path, temporary_name: str, status: os.stat_result) -> None:
     """Give the new file the old one's owner, group and mode. Raises KeyFileError.
 
-    Otherwise the gateway, which another user may have started, could read the file no more: it would
-    go on with the keys that it has, a revoked one among them.
+    Otherwise the gateway, which another user may have started, could read the file no more: it
+    would go on with the keys that it has, a revoked one among them.
     """
     try:
         os.chown(temporary_name, status.st_uid, status.st_gid)

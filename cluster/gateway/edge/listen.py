@@ -2,8 +2,8 @@
 
 As the proxy does, this server gives an id to a request without one, and says it in the response.
 Beyond that it cuts off clients that send their headers too slowly, or without end, those that do
-not end a body whose response is complete, and those that hold connections on which nothing happens
-while too many others do the same.
+not end a body whose response is complete, those whose next response waits while they read nothing,
+and those that hold connections on which nothing happens while too many others do the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ...config import GatewaySettings
 from ..attempt.held_bytes import CutReason
 from .guard import ARRIVED_SCOPE_KEY, HEADERS_MAX
-from .sse import ABORT, RAW_SEND, STALL_S
+from .sse import ABORT, RAW_SEND, STALL_S, UNSENT_BYTES, Stalled, wait_for_reader
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,11 @@ HEADERS_BYTES_MAX = HEADERS_MAX + (8 << 10)
 #: A connection stays open for so long after a request: more than the 60 s after which usual load
 #: balancers close theirs, so that none sends a request into a connection that is being closed.
 KEEP_ALIVE_S = 75
-#: Connections of this process on which no request runs, where the process may open files enough.
+#: So many connections may be open without a request, if the process may open files enough.
 RESTING_CONNECTIONS_MAX = 4096
+#: So many requests may wait behind the one that runs on their connection, and what follows is still
+#: read: only by reading does the server see that the client has left.
+QUEUED_REQUESTS_MAX = 16
 BACKLOG = 2048  #: Connections that the kernel holds until the server accepts them.
 #: The kernel takes so much of a connection that is not sent yet; the rest stays with the process,
 #: which then knows that the client lags. By default it takes 4 MiB.
@@ -83,6 +86,7 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self._awaits_headers = False  #: The headers of a request are awaited, or their rest.
         self._awaits_body = False  #: The body of the last request is not complete.
         self._has_advanced = False  #: A request has got further by the data that is read now.
+        self._running_cycle: Any = None  #: uvicorn's request that was begun last; None before it.
         self._idle_bytes = 0  #: Bytes since a request has last got further.
         self._tcp_below_tls: Any = None  #: The transport below TLS; None if there is no TLS.
         self._unsent_bytes_before = 0  #: When `is_stalled` last looked.
@@ -101,8 +105,8 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._has_advanced = True
         self._awaits_headers = True
-        # Half a request may stand behind one that runs, while uvicorn reads nothing: the time of
-        # its headers begins when nothing runs.
+        # Half a request may stand behind one that runs: the time of its headers begins when nothing
+        # runs.
         if not self._request_runs:
             self._start_timer(HEADERS_TIMEOUT_S)
 
@@ -119,11 +123,19 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         # Noted here, because the request's task begins only when others have had their turn.
         self.scope[ARRIVED_SCOPE_KEY] = time.monotonic()  # type: ignore[literal-required]
         self.scope[ABORT] = self._cut_off  # type: ignore[literal-required]
+        self.scope[UNSENT_BYTES] = self._count_unsent_bytes  # type: ignore[literal-required]
         cycle_before = self.cycle
         super().on_headers_complete()
         has_body = self.scope["method"] != "HEAD"
         if has_body and self.cycle is not None and self.cycle is not cycle_before:
             self.cycle.transport = HeadHolder(self.cycle)  # type: ignore[assignment]
+        # uvicorn stops reading at the first request that has to wait.
+        if 0 < len(self.pipeline) <= QUEUED_REQUESTS_MAX:
+            self.flow.resume_reading()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._running_cycle = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._has_advanced = True
@@ -143,6 +155,12 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self._idle_bytes = 0 if self._has_advanced else self._idle_bytes + len(data)
         if self._idle_bytes > HEADERS_BYTES_MAX:
             self._cut_off()
+            return
+        # An empty line between two requests has ended the time that uvicorn gives to a resting
+        # connection. Further ones do not make the new time longer.
+        is_at_rest = not (self._request_runs or self._awaits_headers or self._awaits_body)
+        if is_at_rest and not self._has_advanced and self._timer is None:
+            self._start_timer(KEEP_ALIVE_S)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -159,6 +177,13 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         self.resting.pop(self, None)
         self.open_connections.pop(self, None)
         self._tcp_below_tls = None  # it refers to this object: a circle
+        # uvicorn tells only the newest request, which may wait behind the one that runs.
+        running_cycle = self._running_cycle
+        if running_cycle is not None and not running_cycle.response_complete:
+            running_cycle.disconnected = True
+            running_cycle.message_event.set()
+        self._running_cycle = None
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     @property
@@ -170,10 +195,13 @@ class HeaderLimitProtocol(HttpToolsProtocol):
             unsent_bytes += self._tcp_below_tls.get_write_buffer_size()
         return unsent_bytes
 
+    def _count_unsent_bytes(self) -> int:
+        return self.unsent_bytes
+
     def is_stalled(self, now: float) -> bool:
         """Return whether the client has taken nothing for `STALL_S`, though its answer is complete.
 
-        A stream that still runs looks after that itself.
+        A response that is not complete looks after that itself.
         """
         unsent_bytes = self.unsent_bytes
         if (
@@ -353,15 +381,24 @@ def with_request_id(app: ASGIApp, tag: str = "") -> ASGIApp:
         headers = scope["headers"]
         request_id = next((value for name, value in headers if name == REQUEST_ID_HEADER), b"")
         if not request_id:
+            # An empty header would be a second id.
+            headers[:] = [header for header in headers if header[0] != REQUEST_ID_HEADER]
             # The tag replaces as many random digits, so that an id's length does not show the tag.
             request_id = (tag + uuid.uuid4().hex[len(tag) :]).encode()
             headers.append((REQUEST_ID_HEADER, request_id))
 
         async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                response_headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
-                message = {**message, "headers": response_headers}
-            await send(message)
+            if message["type"] != "http.response.start":
+                await send(message)
+                return
+            response_headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id)]
+            sending = send({**message, "headers": response_headers})
+            try:
+                # The head waits until the client has read the response before this one.
+                await wait_for_reader(sending, scope.get(UNSENT_BYTES))
+            except Stalled as stalled:
+                log.warning("a client was cut off: %s", stalled)
+                scope[ABORT]()
 
         scope[RAW_SEND] = send
         await app(scope, receive, send_with_id)

@@ -16,9 +16,9 @@ import json
 import logging
 import math
 import time
-import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -112,7 +112,10 @@ class ReplyQueue(Generic[Reply]):
         raise AssertionError("a call of gRPC cannot be resumed half-way")
 
     async def drain(self) -> None:
-        """Waits until there is room. Raises Stalled, a `ReaderCutOff`, if there is none in `STALL_S`."""
+        """Waits until there is room.
+
+        Raises Stalled, a `ReaderCutOff`, if there is none in `STALL_S`.
+        """
         if self._has_room.is_set():
             return
         try:
@@ -210,11 +213,12 @@ def _streaming_method(
         served: ServedModel | None = None  # the model that is asked for, once it is known
         try:
             key, terms = self._admit(grpc_context, now)
-            request_id = _request_id(request, grpc_context)
+            request_id = _request_id(request, grpc_context) or service.peers.new_request_id()
             if terms.resume.cursors:
                 message = "calls of gRPC cannot be resumed half-way"
                 raise ApiError("invalid_request", message, "x-resume-from")
-            with service.door.admit(key, now):
+            with ExitStack() as admission:
+                admission.enter_context(service.door.admit(key, now))
                 served = service.find(request.model)
                 call = await prepare(served, request, request_id, terms)
                 texts = AnswerTexts(call.request, served.text, call.output)
@@ -223,6 +227,9 @@ def _streaming_method(
                 answers = served.shelf.push_answers(call.request, TextSink(texts, queue))
                 answering = asyncio.ensure_future(answers)
                 answering.add_done_callback(queue.end)
+                # gRPC says nothing of a client that reads no more: this method would wait for it,
+                # and the key's call stay open, though the answers have ended.
+                answering.add_done_callback(lambda _: admission.close())
                 try:
                     while (reply := await queue.next()) is not None:
                         # The last reply, unless an error follows: the metadata are set before it.
@@ -335,10 +342,9 @@ def _metadata(context: Any) -> Callable[[str], str | None]:
 
 
 def _request_id(message: pb.ChatRequest | pb.GenerateRequest, context: Any) -> str:
-    """Returns the request's id: the client's, or a new one. Raises ApiError."""
-    client_id = message.request_id or _metadata(context)("x-request-id")
-    request_id = client_id or f"grpc-{uuid.uuid4().hex}"
-    if not REQUEST_ID_PATTERN.fullmatch(request_id):
+    """Returns the client's id of the request; empty if there is none. Raises ApiError."""
+    request_id = message.request_id or _metadata(context)("x-request-id") or ""
+    if request_id and not REQUEST_ID_PATTERN.fullmatch(request_id):
         error = "request_id must be 1 to 128 of letters, digits and . _ : -"
         raise ApiError("invalid_request", error, "request_id")
     return request_id

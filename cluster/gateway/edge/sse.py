@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ BODY_MAX = 8 << 20  #: Bytes of a request's body: about two million tokens of te
 STALL_S = 20.0  #: a client that takes nothing for so long, with its buffers full, is dropped
 ABORT = "diptych.abort"  #: in the scope: closes the connection at once, with what is unsent
 RAW_SEND = "diptych.send"  #: in the scope: the server's own `send`, without what wraps it
+#: In the scope: returns how many bytes the process holds because the client does not take them.
+UNSENT_BYTES = "diptych.unsent_bytes"
 encode = msgspec.json.Encoder().encode  #: The JSON bytes of a value; one encoder serves all.
 
 
@@ -67,11 +69,45 @@ class Stalled(ReaderCutOff):
         super().__init__(CutReason.READER_STALLED, f"the client took nothing for {STALL_S:g} s")
 
 
+async def wait_for_reader(
+    waiting: Awaitable[None], unsent_bytes: Callable[[], int] | None = None
+) -> None:
+    """Waits for what ends when the client takes enough. Raises Stalled, and cancels `waiting`.
+
+    That happens if the client takes nothing for `STALL_S`: `unsent_bytes` says what it has not
+    taken yet. Without that count a client that takes too little counts as one that takes nothing.
+    """
+    loop = asyncio.get_running_loop()
+    unsent_bytes_before = unsent_bytes() if unsent_bytes else 0
+    timeout = asyncio.timeout(None)
+    timer: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal unsent_bytes_before, timer
+        unsent_bytes_now = unsent_bytes() if unsent_bytes else 0
+        if unsent_bytes_now >= unsent_bytes_before:
+            timeout.reschedule(loop.time())
+            return
+        unsent_bytes_before = unsent_bytes_now
+        timer = loop.call_later(STALL_S, look)
+
+    timer = loop.call_later(STALL_S, look)
+    try:
+        async with timeout:
+            await waiting
+    except TimeoutError:
+        raise Stalled from None
+    finally:
+        timer.cancel()
+
+
 class ResponseBody:
     """What follows the head of a response. It may be written before the head is sent."""
 
     def __init__(self) -> None:
         self._send: Send | None = None  #: The server's `send`, once the head is out.
+        #: Returns what the client has not taken; None if the server does not say.
+        self._unsent_bytes: Callable[[], int] | None = None
         self._opened = asyncio.Event()  #: The head is out.
         #: Is done once something was written, so that the head can be sent.
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -88,9 +124,13 @@ class ResponseBody:
         """What was written while the server was not ready."""
         return len(self._unsent)
 
-    def open(self, send: Send) -> None:
-        """Sends what was written so far. Call it when the head of the response is out."""
+    def open(self, send: Send, unsent_bytes: Callable[[], int] | None = None) -> None:
+        """Sends what was written so far. Call it when the head of the response is out.
+
+        `unsent_bytes` says how much the client has not taken of what the server has.
+        """
         self._send = send
+        self._unsent_bytes = unsent_bytes
         self._ready = True
         self._flush()
         self._opened.set()
@@ -150,11 +190,10 @@ class ResponseBody:
             raise Stalled
         assert self._sending is not None
         try:
-            async with asyncio.timeout(STALL_S):
-                await self._sending
-        except TimeoutError:
+            await wait_for_reader(self._sending, self._unsent_bytes)
+        except Stalled:
             self._stalled = True
-            raise Stalled from None
+            raise
         self._sending = None
         self._ready = True
 
@@ -254,7 +293,7 @@ class EventStream(Response):
             del self.headers["content-length"]
             head_sent = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            body.open(scope.get(RAW_SEND, send))
+            body.open(scope.get(RAW_SEND, send), scope.get(UNSENT_BYTES))
             self.on_opened()
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:

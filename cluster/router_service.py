@@ -21,7 +21,7 @@ from ..protos import frames
 from ..router import Router, RouterConfig, SloClass, TenantSlo, events, garbage
 from ..router.config import CLASSES
 from ..router.decisions import Decision
-from .config import ClusterConfig
+from .config import ClusterConfig, ConfigError
 from .event_log import EventLog
 from .telemetry import Exporter, RouterTally, logs
 from .telemetry.tracing import RoutingSpans, tracer_of
@@ -109,11 +109,18 @@ class RouterService:
         """
 
     def _open_log(self) -> EventLog | None:
-        """Return the log of events for `diptych replay`; None where no folder is configured."""
+        """Return the log of events for `diptych replay`; None where no folder is configured.
+
+        Raises ConfigError if the folder's `~` stands for the home folder of nobody.
+        """
         settings = self.config.router
         if not settings.log_folder:
             return None
-        return EventLog(Path(settings.log_folder).expanduser(), settings.log_mib << 20)
+        try:
+            folder = Path(settings.log_folder).expanduser()
+        except RuntimeError as error:  # there is no such user, or the user has no home folder
+            raise ConfigError(f"router.log_folder={settings.log_folder}: {error}") from None
+        return EventLog(folder, settings.log_mib << 20)
 
     async def address(self) -> str:
         """Return "host:port" of the listener for frames."""

@@ -213,7 +213,13 @@ class DecodeRole:
             return self._end(arrived.ticket_id)
         attempt.state = DecodeState.RUNNING
         sequence = attempt.sequence
-        first = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
+        try:
+            first = msgspec.msgpack.decode(arrived.meta, type=FirstTokens)
+        except msgspec.DecodeError:
+            first = FirstTokens([])
+        if len(first.tokens) < sequence.sampling.n:
+            reason = "the prefill worker did not send the first token of each answer"
+            return [self._failure(attempt, reason), *self._end(arrived.ticket_id)]
         if first.prompt_digest not in (0, prompt_digest(sequence.token_ids)):
             # The KV is intact, but it is that of another prompt: decoding on would answer another
             # question. (The digest is 0 if an older prefill worker sent none.)
@@ -246,7 +252,9 @@ class DecodeRole:
         ticket_id = ticket_id_of(output.attempt_key)
         attempt = self.attempts.get(ticket_id)
         if attempt is None:
-            return []  # the attempt ended while the step ran
+            # The attempt ended while the step ran, or before, in the worker's role as prefill
+            # worker. A release that is repeated changes nothing.
+            return [ReleaseSequence(output.attempt_key)]
         if output.error is not None:
             return [error_frame(attempt.gateway, self.name, output), *self._end(ticket_id)]
         actions: list[DecodeAction] = []

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -131,6 +132,11 @@ class RankProcesses:
     processes: list[subprocess.Popen] = field(default_factory=list)  #: of rank 1 and on
     #: to each process, for whoever runs something beside the model there
     control_sockets: list[socket.socket] = field(default_factory=list)
+    #: The thread that starts the processes. A rank may have the kernel kill it when the thread that
+    #: started it ends, so that thread must not be one that ends before this object is closed.
+    _starter: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="rank-starter")
+    )
 
     @classmethod
     def start(cls, options: EngineOptions) -> RankProcesses:
@@ -154,11 +160,12 @@ class RankProcesses:
             control=theirs.fileno(),
         )
         # The child inherits its end of the socket under the same number; ours is not passed on.
-        process = subprocess.Popen(
+        process = self._starter.submit(
+            subprocess.Popen,
             [sys.executable, "-m", options.rank_program],
             stdin=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
-        )
+        ).result()
         theirs.close()
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)  # `_send` waits by itself
@@ -222,6 +229,7 @@ class RankProcesses:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._starter.shutdown()
         leave_process_group()
 
 

@@ -98,7 +98,9 @@ class PrefillRole:
         )
         sequence = sequence_of(frame, block_hashes, deadline_s, stop_after_first=True)
         expect = ExpectOffer(ticket_id, frame.decode_worker, tokens=len(frame.token_ids))
-        return [expect, *self.prefixes.begin_sequence(sequence, frame.prefix_holder, has_tiers)]
+        # The sequence goes first: if the decode worker is lost, the answer to `expect` is
+        # `PushEnded` at once, and the engine must not be told to release what it gets later.
+        return [*self.prefixes.begin_sequence(sequence, frame.prefix_holder, has_tiers), expect]
 
     def handle(self, event: RoleEvent) -> list[PrefillAction]:
         """Takes what happened on this worker, and returns what the worker is to do about it.

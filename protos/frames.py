@@ -622,7 +622,7 @@ class ChangeRole(msgspec.Struct, tag="steer", frozen=True):
     """
 
     call_id: int = msgspec.field(name="call")
-    role: str  #: prefill | decode | mixed, or "": nothing new
+    role: str  #: prefill | decode, or "": nothing new
     hand_over: bool = True
 
 

@@ -34,7 +34,6 @@ WELCOME = """
 
   ^C stops it
 """
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 RAY_JOINED = "use `ray` and `serve` as you do for the Ray cluster that was joined"
 RAY_STARTED = """ray status, serve status, after
          {export}"""
@@ -188,7 +187,7 @@ def _run_until_interrupted(
     report_progress: Callable[[str], None],
     supervised: Supervised | None,
 ) -> int:
-    """Run the cluster until ^C or SIGTERM, or until it is lost; return an exit code.
+    """Run the cluster until one of `stop_signals()`, or until it is lost; return an exit code.
 
     Further signals are ignored while the cluster stops. A cluster is lost when Ray's GCS or raylet
     has ended; without a supervisor nobody watches for that.
@@ -204,7 +203,7 @@ def _run_until_interrupted(
         if supervised is None:
             cluster.start(report_progress)
         else:
-            _exit_at_signal(report_progress)
+            _exit_at_signal(report_progress, supervised)
             cluster.start(report_progress, lambda folder: supervised.tell(ChildNote(folder=folder)))
             supervised.tell(ChildNote(ready=True))
         _interrupt_once()
@@ -237,49 +236,57 @@ def _run_until_interrupted(
 
 
 def _interrupt_at_signal() -> None:
-    """Raise KeyboardInterrupt on each SIGINT or SIGTERM.
+    """Raise KeyboardInterrupt on each signal that stops the cluster.
 
     While Ray is joined the exception may meet an import or a finalizer, where it is lost. Then the
     next signal raises it again.
     """
+    from ..launch.supervisor import stop_signals
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, interrupt)
 
 
 def _interrupt_once() -> None:
-    """Raise KeyboardInterrupt on the first SIGINT or SIGTERM; further ones are ignored."""
+    """Raise KeyboardInterrupt on the first signal that stops the cluster; ignore further ones."""
+    from ..launch.supervisor import stop_signals
 
     def interrupt(*_: object) -> None:
         _ignore_signals()
         raise KeyboardInterrupt
 
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, interrupt)
 
 
-def _exit_at_signal(report_progress: Callable[[str], None]) -> None:
-    """End this process at once on SIGINT or SIGTERM; its supervisor ends what it has started.
+def _exit_at_signal(report_progress: Callable[[str], None], supervised: Supervised) -> None:
+    """End this process at once on a signal that stops the cluster.
 
-    Here an exception would not do: where it meets an import or a finalizer of Ray, it is lost.
+    Its supervisor ends what this process has started. If the supervisor was killed, which also
+    sends a signal, this process does so itself. An exception would not do here: where it meets an
+    import or a finalizer of Ray, it is lost.
     """
+    from ..launch.supervisor import stop_signals
 
     def end(*_: object) -> None:
         _ignore_signals()
         # A terminal may be gone, or the signal has come in the middle of another line.
         with contextlib.suppress(OSError, RuntimeError):
             report_progress("stopping")
+        supervised.clean_up_if_alone()
         os._exit(0)
 
-    for number in STOP_SIGNALS:
+    for number in stop_signals():
         signal.signal(number, end)
 
 
 def _ignore_signals() -> None:
-    for number in STOP_SIGNALS:
+    from ..launch.supervisor import stop_signals
+
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -50,9 +50,11 @@ def find_python() -> str | None:
 
 def check_python(python: str) -> None:
     """Raise ConfigError if this python cannot be run, or lacks our version of Ray or any vLLM."""
+    # What an interrupted installation leaves behind may have no name, and does no harm.
     probe = (
         "from importlib.metadata import distributions; "
-        "print(*{d.metadata['Name'].lower() + '==' + d.version for d in distributions()})"
+        "print(*{d.metadata['Name'].lower() + '==' + d.version for d in distributions()"
+        " if d.metadata['Name']})"
     )
     try:
         installed = set(_run([python, "-c", probe]).split())

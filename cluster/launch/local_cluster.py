@@ -237,7 +237,7 @@ class LocalCluster:
         The folder of our own Ray is deleted when the cluster ends, so the logs are copied. Those of
         the last `KEPT_LOGS` failed starts are kept: whoever starts again and again fills no disk.
         """
-        if not self.logs.is_dir():
+        if not self._ray_folder or not self.logs.is_dir():
             return ""
         earlier = sorted(Path(tempfile.gettempdir()).glob(f"{LOGS_PREFIX}*"), key=_modified_at)
         for folder in earlier[: -KEPT_LOGS + 1]:

@@ -28,6 +28,14 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def die_with_starter() -> None:
+    """Let the kernel kill this process when the thread that started it ends, even if it is frozen.
+
+    Nothing happens if that thread has ended before.
+    """
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
 def _prctl(option: int, value: int) -> None:
     # prctl fails only for options that the kernel does not know; both are older than Python 3.11.
     ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)

@@ -9,6 +9,7 @@ kills all that is left, and starts another child.
   in `RESTARTS_WINDOW_S`.
 - A child that ends otherwise ends `serve`: it was asked to, or it could not start.
 - When the parent is killed, the child stops the cluster as for ^C.
+- When the terminal is closed, the parent has the child stop the cluster, unless `nohup` forbids it.
 - A cluster that is stopped before it was ready is not shut down but killed, which is quicker.
 - In all cases nothing is left behind: no process, and no folder of Ray's.
 """
@@ -23,8 +24,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import msgspec
@@ -36,7 +37,6 @@ RESTARTS_WINDOW_S = 600.0
 LOST_EXIT_CODE = 75  #: Of a child whose cluster was lost (EX_TEMPFAIL of sysexits.h).
 END_LIMIT_S = 5.0  #: For killed processes to be gone.
 _READ_BYTES = 4096
-_WAITED_SIGNALS = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
 
 
 class ChildNote(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ class ChildEnd:
 
     exit_code: int  #: minus the signal's number, if a signal ended it
     was_ready: bool
-    was_told_to_end: bool  #: by a signal that the supervisor has passed on
+    was_told_to_end: bool  #: by a signal to the supervisor
 
 
 class RestartPolicy:
@@ -85,33 +85,63 @@ class RestartPolicy:
 class Supervised:
     """What a child uses to tell its supervisor how far it is."""
 
-    def __init__(self, pipe: int) -> None:
+    def __init__(self, pipe: int, supervisor: int) -> None:
+        """`supervisor` is the number of the supervisor's process."""
         self._pipe = pipe
+        self._supervisor = supervisor
+        self._folders: list[str] = []  #: The folders that the supervisor was told of.
 
     def tell(self, note: ChildNote) -> None:
         """Send a note; without a supervisor any more, nobody needs it."""
+        if note.folder:
+            self._folders.append(note.folder)
         with contextlib.suppress(OSError):
             os.write(self._pipe, msgspec.json.encode(note) + b"\n")
+
+    def clean_up_if_alone(self) -> None:
+        """Do what the supervisor would do after this process's end, if the supervisor has ended.
+
+        The processes below this one are killed, and the folders that it has made are removed.
+        """
+        if os.getppid() == self._supervisor:
+            return
+        end_descendants(END_LIMIT_S, spare=set())
+        _remove_folders(self._folders)
+
+
+def stop_signals() -> set[signal.Signals]:
+    """Return the signals that stop the cluster: SIGINT, SIGTERM, and SIGHUP of a closed terminal.
+
+    SIGHUP is not among them where this process ignores it, as a process below `nohup` does.
+    """
+    signals = {signal.SIGINT, signal.SIGTERM}
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signals.add(signal.SIGHUP)
+    return signals
 
 
 def supervise(run: Callable[[Supervised], int], report: Callable[[str], None]) -> int:
     """Run `run` in a child process until it is not to be started again; return the exit code.
 
     `run` returns an exit code: `LOST_EXIT_CODE` if the cluster was lost. `report` takes a line for
-    the user. This process must have no other threads, and is left with `SIGINT` and `SIGTERM`
-    blocked. Processes that it has started before are let alone.
+    the user. This process must have no other threads, and is left with `stop_signals()` blocked.
+    Processes that it has started before are let alone.
     """
     others = descendants(os.getpid())
     adopt_orphans()
     policy = RestartPolicy()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_SIGNALS)
+    told_to_stop = stop_signals()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *told_to_stop})
     while True:
-        child = _start(run)
+        child = _start(run, told_to_stop)
         end = child.wait()
-        if end_descendants(END_LIMIT_S, spare=others):
+        remaining = end_descendants(END_LIMIT_S, spare=others)
+        _remove_folders(child.folders())
+        if remaining:
             report("some processes of the cluster could not be ended")
-        for folder in child.folders():
-            shutil.rmtree(folder, ignore_errors=True)
+        # A signal that has come since the child's end is pending here, and was passed on to nobody.
+        if signal.sigtimedwait(told_to_stop, 0) is not None:
+            end = replace(end, was_told_to_end=True)
         match policy.judge(end, time.monotonic()):
             case Verdict.END:
                 return 128 - end.exit_code if end.exit_code < 0 else end.exit_code
@@ -122,8 +152,16 @@ def supervise(run: Callable[[Supervised], int], report: Callable[[str], None]) -
                 report("starting the cluster again")
 
 
-def _start(run: Callable[[Supervised], int]) -> _SupervisedChild:
-    """Fork a child that runs `run` and exits with its code; this returns in the parent alone."""
+def _remove_folders(folders: Iterable[str]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(run: Callable[[Supervised], int], told_to_stop: set[signal.Signals]) -> _SupervisedChild:
+    """Fork a child that runs `run` and exits with its code; this returns in the parent alone.
+
+    `told_to_stop` are the signals that the parent passes on to the child.
+    """
     read_end, write_end = os.pipe()
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
@@ -131,15 +169,20 @@ def _start(run: Callable[[Supervised], int]) -> _SupervisedChild:
     child = os.fork()
     if child:
         os.close(write_end)
-        return _SupervisedChild(child, read_end)
+        return _SupervisedChild(child, read_end, told_to_stop)
     exit_code = 1
     try:
         os.close(read_end)
         end_with_parent(parent)
         adopt_orphans()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_SIGNALS)
-        exit_code = run(Supervised(write_end))
+        # A terminal that closes signals all of its processes. Those below this one, Ray's among
+        # them, inherit that they ignore it: so they live until the parent has had this one stop.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *told_to_stop})
+        supervised = Supervised(write_end, parent)
+        exit_code = run(supervised)
         end_descendants(END_LIMIT_S, spare=set())
+        supervised.clean_up_if_alone()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except BaseException:
@@ -151,16 +194,17 @@ def _start(run: Callable[[Supervised], int]) -> _SupervisedChild:
 class _SupervisedChild:
     """A child process, from the parent's side."""
 
-    def __init__(self, process: int, notes_pipe: int) -> None:
+    def __init__(self, process: int, notes_pipe: int, told_to_stop: set[signal.Signals]) -> None:
         self._process = process
         self._pipe = notes_pipe
+        self._told_to_stop = told_to_stop  #: The signals that are passed on to the child.
         self._notes: list[ChildNote] = []
         self._was_told_to_end = False
 
     def wait(self) -> ChildEnd:
         """Pass signals on to the child until it ends."""
         while True:
-            info = signal.sigwaitinfo(_WAITED_SIGNALS)
+            info = signal.sigwaitinfo({signal.SIGCHLD, *self._told_to_stop})
             if info.si_signo == signal.SIGCHLD:
                 ended, status = os.waitpid(self._process, os.WNOHANG)
                 if ended:
@@ -168,7 +212,8 @@ class _SupervisedChild:
                 continue
             self._was_told_to_end = True
             # ^C in a terminal comes from the kernel, which has sent it to the child too. In the
-            # child, Ray replaces the handler of SIGTERM while it starts; so that becomes a SIGINT.
+            # child, Ray replaces the handler of SIGTERM while it starts, and SIGHUP is ignored; so
+            # these become a SIGINT.
             if info.si_code <= 0 or info.si_signo != signal.SIGINT:
                 os.kill(self._process, signal.SIGINT)
         self._read_notes()

@@ -118,7 +118,8 @@ class WorkerCore:
         self.pool = pool  #: the pool that the worker belongs to, whatever its role
         self.role_name = pool  #: the role that the worker has now; `become` changes it
         self.weight_loads = 0  #: since the process began; 1, as no change of role loads again
-        #: decode attempts that ended since the last report; the reporter empties it
+        #: decode attempts that ended since the last report; `WorkerProcess._report` empties it when
+        #: it sends one
         self.ended_attempts: deque[frames.AttemptKey] = deque(maxlen=ENDED_ATTEMPTS_LIMIT)
         self._model = model
         self._send = send
@@ -275,13 +276,15 @@ class WorkerCore:
                 assert_never(frame)
         self._carry_out(actions)
 
-    def _refuse(self, gateway: str, attempt_key: frames.AttemptKey, reason: str) -> None:
+    def _refuse(
+        self, gateway: str, attempt_key: frames.AttemptKey, reason: str, final: bool
+    ) -> None:
         """Tell the gateway that the attempt's grammar was not compiled in time.
 
-        The failure is final, so the gateway does not try another worker: none would be faster.
+        The failure is final only if this grammar itself was being compiled for too long. Otherwise
+        the gateway tries another worker.
         """
-        failed = frames.AttemptFailed(attempt_key, self.name, reason, final=True)
-        self._send(gateway, failed)
+        self._send(gateway, frames.AttemptFailed(attempt_key, self.name, reason, final))
 
     def cancel(self, frame: frames.CancelAttempt) -> None:
         """Give up an attempt, begun or waiting for its grammar. Unknown attempts are no error."""
@@ -388,10 +391,10 @@ class WorkerCore:
     # ---- for operators ---------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise RuntimeError when the whole worker is dead.
+        """Raise RuntimeError if the worker cannot go on.
 
-        That is so when the engine's thread, a thread of the transfers or another rank has ended.
-        Without the tiers' thread the worker goes on.
+        That is so if its engine's thread, a transfer thread, or another rank has ended. Without the
+        tiers' thread the worker goes on.
         """
         if not self.engine_thread.alive:
             raise RuntimeError("the engine thread ended: see this worker's log")

@@ -1,4 +1,7 @@
-"""Shares a host's CPU cores out among its workers, so that no two engines compute on the same one.
+"""Shares a host's CPU cores out among its workers.
+
+Where the cores suffice for all workers, no two engines compute on the same one: each claims its
+own.
 
 `diptych serve` offers cores where they suffice for all workers, by naming a folder in the
 environment. A worker claims as many as its engine has threads: it locks one file of the folder for
@@ -12,13 +15,18 @@ core is named by its number in the kernel.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import stat
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from ..config import ClusterConfig
+
+log = logging.getLogger(__name__)
 
 VARIABLE = "DIPTYCH_CORES"  #: the environment variable with the path of the folder with the locks
 #: Environment variable with the number of threads that compute in all replicas of all models at the
@@ -75,19 +83,29 @@ def offer(models: Sequence[ClusterConfig]) -> None:
 class Claim:
     """Holds `count` cores that nobody else holds, until `close`; none if fewer than that are free.
 
-    `folder` has a file for each core, whose lock is the claim; it is made if it is missing.
-    `candidates` are the cores to try, in order. `cores` are the held ones.
+    `folder` has a file for each core, whose lock is the claim; it is made if it is missing. In a
+    folder where other users can write nothing is claimed. `candidates` are the cores to try, in
+    order. `cores` are the held ones.
     """
 
     def __init__(self, folder: Path, count: int, candidates: Sequence[int]) -> None:
         self.cores: tuple[int, ...] = ()
         self._locks: dict[int, IO[str]] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        if not candidates:
+            return
+        with suppress(FileExistsError):  # what is there in place of a folder is looked at below
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _is_of_this_user(folder):
+            log.warning("%s is not a folder of this user alone: no core is claimed", folder)
+            return
         # The lock of an open file ends with the process, so a worker that is killed keeps no core.
         for core in candidates:
             if len(self._locks) == count:
                 break
-            lock = (folder / str(core)).open("w")
+            try:
+                lock = _open_lock(folder / str(core))
+            except OSError:  # a link, for instance
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # another claim has the core
@@ -107,9 +125,24 @@ class Claim:
         self.cores = ()
 
 
+def _is_of_this_user(folder: Path) -> bool:
+    """Return whether the folder is this user's, and nobody else can write there.
+
+    In /tmp anybody could have made it, with links in it to files of this user.
+    """
+    status = folder.lstat()
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not writable
+
+
+def _open_lock(file: Path) -> IO[str]:
+    """Open a file that is locked, and make it if it is missing. Raises OSError for a link."""
+    return os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "w")
+
+
 def claim(count: int) -> Claim:
     """Claim `count` of the cores on offer; the claim is empty without an offer."""
     folder = os.environ.get(VARIABLE)
-    if folder is None:  # without candidates nothing is locked, so any folder will do
+    if folder is None:  # without candidates no folder is looked at, so any will do
         return Claim(Path(tempfile.gettempdir()), count, ())
     return Claim(Path(folder), count, usable())

@@ -53,24 +53,25 @@ class WaitingAttempt:
 class GrammarQueue:
     """The attempts of one worker that wait for their grammars. Belongs to the event loop.
 
-    `begin(gateway, frame)` starts an attempt. `refuse(gateway, attempt_key, reason)` tells the
-    gateway why an attempt does not start.
+    `begin(gateway, frame)` starts an attempt. `refuse(gateway, attempt_key, reason, final)` tells
+    the gateway why an attempt does not start. With `final` its grammar is at fault, so it would
+    start nowhere else.
     """
 
     def __init__(
         self,
         engine: EngineLike,
         begin: Callable[[str, StartFrame], None],
-        refuse: Callable[[str, frames.AttemptKey, str], None],
+        refuse: Callable[[str, frames.AttemptKey, str, bool], None],
     ) -> None:
         self._engine = engine
         self._begin = begin
         self._refuse = refuse
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[frames.AttemptKey, WaitingAttempt] = {}
-        #: Grammars that no thread has begun, each once, and those that threads compile.
-        self._queue: deque[frames.Grammar] = deque()
-        self._compiling: set[frames.Grammar] = set()
+        self._queue: deque[frames.Grammar] = deque()  #: That no thread has begun, each once.
+        #: Those that threads compile, and when each was begun, by the event loop's clock.
+        self._compiling: dict[frames.Grammar, float] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -92,7 +93,7 @@ class GrammarQueue:
         self._waiting[frame.attempt_key] = WaitingAttempt(gateway, frame, refusal, came_at_s)
         if grammar not in self._compiling and grammar not in self._queue:
             self._queue.append(grammar)
-            self._compile_next()
+            self._compile_next(came_at_s)
 
     def forget(self, attempt_key: frames.AttemptKey) -> WaitingAttempt | None:
         """Let an attempt wait no more, and return it; None if it does not wait."""
@@ -113,19 +114,33 @@ class GrammarQueue:
                 self.forget(key)
 
     def _give_up(self, attempt_key: frames.AttemptKey) -> None:
-        """Refuse an attempt that has waited too long. Its grammar is compiled to the end."""
-        attempt = self.forget(attempt_key)
-        if attempt is not None:
-            reason = f"the grammar takes more than {COMPILE_LIMIT_S:g} s to compile"
-            self._refuse(attempt.gateway, attempt_key, reason)
+        """Refuse an attempt that has waited too long. Its grammar is compiled to the end.
 
-    def _compile_next(self) -> None:
-        """Let a thread compile the next grammar, if one is free."""
+        The grammar is at fault only if threads have not been busy with others for a part of the
+        time: only then is the refusal final.
+        """
+        attempt = self.forget(attempt_key)
+        if attempt is None:
+            return
+        grammar = attempt.frame.sampling.grammar
+        assert grammar is not None, "nothing else waits here"
+        begun_at_s = self._compiling.get(grammar)
+        final = begun_at_s is not None and begun_at_s <= attempt.came_at_s
+        reason = f"the grammar takes more than {COMPILE_LIMIT_S:g} s to compile"
+        if not final:
+            reason = f"busy: behind other grammars this one was not ready in {COMPILE_LIMIT_S:g} s"
+        self._refuse(attempt.gateway, attempt_key, reason, final)
+
+    def _compile_next(self, now_s: float) -> None:
+        """Let a thread compile the next grammar, if one is free.
+
+        `now_s` is the time by the event loop's clock.
+        """
         while self._queue and len(self._compiling) < THREADS:
             grammar = self._queue.popleft()
             if not self._is_awaited(grammar):
                 continue
-            self._compiling.add(grammar)
+            self._compiling[grammar] = now_s
             # A thread of its own, as nothing waits for it when the process ends.
             threading.Thread(target=self._compile, args=(grammar,), daemon=True).start()
 
@@ -139,12 +154,12 @@ class GrammarQueue:
 
     def _compiled(self, grammar: frames.Grammar) -> None:
         """Begin what waited for this grammar; if it is wrong, the engine fails these attempts."""
-        self._compiling.discard(grammar)
+        del self._compiling[grammar]
         for key, attempt in list(self._waiting.items()):
             if attempt.frame.sampling.grammar == grammar:
                 self.forget(key)
                 self._begin(attempt.gateway, attempt.frame_at(self._loop.time()))
-        self._compile_next()
+        self._compile_next(self._loop.time())
 
     def _is_awaited(self, grammar: frames.Grammar) -> bool:
         return any(attempt.frame.sampling.grammar == grammar for attempt in self._waiting.values())

@@ -25,7 +25,8 @@ from enum import StrEnum
 from typing import assert_never
 
 #: How long each step may take. The sum stays below the 15 s that Serve gives a replica to end
-#: (`graceful_shutdown_timeout_s` in cluster/app.py).
+#: (`graceful_shutdown_timeout_s` in cluster/app.py). What is left of the 15 s is for stopping
+#: threads and ranks (`WorkerCore.stop`), which may take longer.
 INFORM_LIMIT_S = 1.0
 EMPTY_LIMIT_S = 10.0
 LINGER_LIMIT_S = 3.0

@@ -102,7 +102,8 @@ class WorkerProcess:
             on_frame=self._take_router_frame,
         )
         self._tasks = [self.loop.create_task(self.link.run())]
-        self._ending: asyncio.Task[None] | None = None  #: Once Serve or SIGTERM ends the worker.
+        #: The task that ends the worker; None until Serve or SIGTERM asks for it.
+        self._ending: asyncio.Task[None] | None = None
         drain_on_sigterm(self.__del__)
         await self._start()
 

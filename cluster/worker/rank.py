@@ -4,7 +4,9 @@
 
 In the process of rank 0, the leader, a `RemoteService` stands for the service here. The two ends
 talk over a socket in length-prefixed MessagePack. When either process ends the socket does, and the
-other end notices. The service moves the rank's part of the KV: it takes commands, and answers with
+other end notices. A frozen process notices nothing, so the kernel kills a rank whose leader ends:
+else it might go on later, and write into blocks of a peer that have another user by then.
+The service moves the rank's part of the KV: it takes commands, and answers with
 outcomes when something happened to a transfer.
 """
 
@@ -46,6 +48,7 @@ from ...kv_transfer.slices import LaneEnd
 from ...kv_transfer.ticket_events import TicketTimeouts
 from ...kv_transfer.transport import AdmitData, Transport
 from ...kv_transfer.transports import open_transport
+from ..launch.processes import die_with_starter
 
 START_LIMIT_S = 60.0  #: from the setup of a rank's service until it says that it runs
 _LENGTH = struct.Struct(">I")  #: bytes of the message that follows
@@ -208,7 +211,8 @@ def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) 
         return
     channel.send(RankOpened(card))
     for message in messages:
-        # Seen at the next message at the latest, and the leader often asks for statistics.
+        # Seen at the next message at the latest: the leader asks whenever somebody reads the
+        # worker's statistics.
         if not service.alive:
             break
         match message:
@@ -228,6 +232,8 @@ def serve(pool: EnginePool, rank: int, rank_count: int, control: socket.socket) 
 
 def main() -> None:
     """Compute this rank's share of the model until the leader ends, with the service beside it."""
+    # A leader that has ended before has closed this process's input, which ends `run_follower`.
+    die_with_starter()
     logging.basicConfig(level=logging.WARNING)
 
     def serve_beside_the_engine(

@@ -61,3 +61,32 @@ def test_an_offer_is_made_only_where_cores_suffice(
     cores.offer([config((1, 1), (1, 1))])
     claims = [cores.claim(1) for _ in range(3)]
     assert [claim.cores for claim in claims] == [(4,), (5,), ()]
+
+
+def test_nothing_is_claimed_where_others_can_write_or_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / "kept"
+    kept.write_text("kept")
+    folder = tmp_path / "cores"
+    folder.mkdir(mode=0o700)
+    (folder / "0").symlink_to(kept)
+    assert cores.Claim(folder, 1, [0]).cores == ()
+    assert cores.Claim(folder, 1, [0, 1]).cores == (1,)
+    assert kept.read_text() == "kept" and not caplog.text
+
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert cores.Claim(link, 1, [1]).cores == ()
+    assert cores.Claim(kept, 1, [1]).cores == (), "no folder"
+    folder.chmod(0o777)
+    assert cores.Claim(folder, 1, [1]).cores == ()
+    folder.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+    assert cores.Claim(folder, 1, [1]).cores == (), "another user's"
+    assert caplog.text.count("no core is claimed") == 4
+
+
+def test_a_folder_of_claims_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    cores.Claim(tmp_path / "cores", 1, [0])
+    assert (tmp_path / "cores").stat().st_mode & 0o777 == 0o700

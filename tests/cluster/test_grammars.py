@@ -170,7 +170,7 @@ def run(test: Callable[[GrammarQueue, SlowEngine, SimpleNamespace], Any]) -> Non
         queue = GrammarQueue(
             engine,  # type: ignore[arg-type]
             begin=lambda _, frame: noted.began.append(frame.attempt_key[0]),
-            refuse=lambda _, key, reason: noted.refused.append((key[0], reason)),
+            refuse=lambda _, key, reason, final: noted.refused.append((key[0], reason, final)),
         )
         async with asyncio.timeout(20):
             await test(queue, engine, noted)
@@ -212,9 +212,47 @@ def test_an_attempt_that_waits_too_long_is_refused(monkeypatch: pytest.MonkeyPat
     async def test(queue: GrammarQueue, engine: SlowEngine, noted: SimpleNamespace) -> None:
         queue.begin_when_compiled("g", start_of("slow", SLOW))
         await until(lambda: bool(noted.refused))
-        assert noted.refused[0][0] == "slow" and "0.05 s" in noted.refused[0][1]
+        ((name, reason, final),) = noted.refused
+        assert name == "slow" and "takes more than 0.05 s" in reason and final
         assert not len(queue) and not noted.began
         engine.go_on.set()
+        await until(lambda: not queue._compiling)
+
+    run(test)
+
+
+def test_a_grammar_behind_slow_ones_is_not_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "COMPILE_LIMIT_S", 0.05)
+
+    async def test(queue: GrammarQueue, engine: SlowEngine, noted: SimpleNamespace) -> None:
+        for number in range(queues.THREADS):
+            grammar = f.Grammar("regex", f"a{number}")
+            queue.begin_when_compiled("g", start_of(f"slow {number}", grammar))
+        queue.begin_when_compiled("g", start_of("behind", QUICK))
+        await until(lambda: len(noted.refused) == queues.THREADS + 1)
+        assert [final for _, _, final in noted.refused] == [True] * queues.THREADS + [False]
+        assert "other grammars" in noted.refused[-1][1]
+        engine.go_on.set()
+        await until(lambda: not queue._compiling)
+
+    run(test)
+
+
+def test_a_grammar_that_was_begun_late_is_not_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "COMPILE_LIMIT_S", 0.05)
+    monkeypatch.setattr(queues, "THREADS", 1)
+
+    async def test(queue: GrammarQueue, engine: SlowEngine, noted: SimpleNamespace) -> None:
+        wait = engine.compile_grammar
+        engine.compile_grammar = lambda grammar: (  # type: ignore[method-assign]
+            time.sleep(0.02) if grammar is QUICK else wait(grammar)
+        )
+        queue.begin_when_compiled("g", start_of("first", QUICK))
+        queue.begin_when_compiled("g", start_of("behind", SLOW))
+        await until(lambda: bool(noted.refused))
+        assert noted.refused[-1][0] == "behind" and not noted.refused[-1][2]
+        engine.go_on.set()
+        await until(lambda: not queue._compiling)
 
     run(test)
 

@@ -43,7 +43,9 @@ def test_the_logs_of_the_last_failed_starts_are_kept(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cluster = LocalCluster(ClusterConfig(), [])
-    assert cluster._kept_logs() == "", "without a Ray there are no logs"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ray" / "session_latest" / "logs").mkdir(parents=True)  # another Ray's
+    assert cluster._kept_logs() == "", "without a Ray of our own there are no logs"
     cluster._ray_folder = str(tmp_path / "ours")
     cluster.logs.mkdir(parents=True)
     (cluster.logs / "gcs_server.out").write_text("what it said")

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import pytest
 from diptych.cluster import event_log, router_service
 from diptych.cluster.cli.explain import _logged_events
-from diptych.cluster.config import RouterSettings
+from diptych.cluster.config import ClusterConfig, ConfigError, RouterSettings
 from diptych.cluster.event_log import EventLog
 from diptych.cluster.router_service import RouterService
 from diptych.protos import frames as f
@@ -200,3 +200,9 @@ def test_a_log_in_the_home_folder_is_there(tmp_path: Path, monkeypatch: pytest.M
     log.flush()
     assert (tmp_path / "home" / "log").is_dir()
     assert not (tmp_path / "~").exists()
+
+
+def test_a_log_folder_below_the_home_of_nobody_is_named() -> None:
+    config = ClusterConfig(router=RouterSettings(log_folder="~no-such-user/x"))
+    with pytest.raises(ConfigError, match=r"router\.log_folder=~no-such-user/x: .*home"):
+        RouterService._open_log(SimpleNamespace(config=config))  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ from diptych.cluster.launch.supervisor import (
     ChildEnd,
     RestartPolicy,
     Verdict,
+    stop_signals,
 )
 
 from tests.support.live import eventually
@@ -27,7 +28,7 @@ from tests.support.live import eventually
 #: A cluster's stand-in: a folder, and a process in a session of its own with a child that ignores
 #: what it can ignore. It writes down its processes, is ready, and then does what `then` says.
 SCRIPT = """
-import os, pathlib, signal, subprocess, sys, time
+import os, pathlib, shutil, signal, subprocess, sys, time
 from diptych.cluster.launch.supervisor import LOST_EXIT_CODE, ChildNote, supervise
 
 place = pathlib.Path(sys.argv[1])
@@ -38,12 +39,20 @@ def run(supervised):
     folder = place / f"ray-{os.getpid()}"
     folder.mkdir()
     supervised.tell(ChildNote(folder=str(folder)))
-    below = subprocess.Popen(["sh", "-c", stubborn], start_new_session=True)
+    below = subprocess.Popen(["sh", "-c", stubborn], start_new_session=then != "hang up")
     with (place / "started").open("a") as file:
         file.write(f"{os.getpid()} {below.pid}\\n")
     if then == "fail":
         return 7
+    if then == "start":
+        from diptych.cluster.cli.serve import _exit_at_signal
+
+        _exit_at_signal(print, supervised)
+        (place / "starting").touch()
+        time.sleep(600)
     supervised.tell(ChildNote(ready=True))
+    if then == "lost and interrupted" and not (place / "interrupted").exists():
+        return LOST_EXIT_CODE
     if then == "lost twice" and len((place / "started").read_text().splitlines()) < 3:
         return LOST_EXIT_CODE
     if then == "killed once" and len((place / "started").read_text().splitlines()) < 2:
@@ -52,9 +61,17 @@ def run(supervised):
         time.sleep(600)
     except KeyboardInterrupt:
         with (place / "started").open("a") as file:
-            file.write("stopped\\n")
+            file.write("stopped\\n" if below.poll() is None else "cut off\\n")
         return 0
 
+def remove_and_interrupt(folder, ignore_errors):
+    (place / "interrupted").touch()
+    remove(folder)
+    os.kill(os.getpid(), signal.SIGINT)
+
+remove = shutil.rmtree
+if then == "lost and interrupted":
+    shutil.rmtree = remove_and_interrupt
 sys.exit(supervise(run, lambda line: print(line, flush=True)))
 """
 
@@ -109,6 +126,32 @@ def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
     assert nothing_is_left(tmp_path, started(tmp_path, 2))
 
 
+def test_a_signal_while_a_lost_cluster_is_cleaned_up_ends_it(tmp_path: Path) -> None:
+    with supervised(tmp_path, "lost and interrupted") as process:
+        assert process.wait(20) == LOST_EXIT_CODE
+        assert process.stdout and not process.stdout.read()
+    lines = started(tmp_path, 1)
+    assert len(lines) == 1 and nothing_is_left(tmp_path, lines)
+
+
+def test_a_closed_terminal_stops_the_cluster_and_cuts_nothing_off_before(tmp_path: Path) -> None:
+    with supervised(tmp_path, "hang up") as process:
+        started(tmp_path, 1)
+        os.killpg(process.pid, signal.SIGHUP)
+        assert process.wait(20) == 0
+    lines = started(tmp_path, 2)
+    assert lines[-1] == "stopped" and nothing_is_left(tmp_path, lines)
+
+
+def test_a_closed_terminal_is_ignored_below_nohup() -> None:
+    assert signal.SIGHUP in stop_signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stop_signals() == {signal.SIGINT, signal.SIGTERM}
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_what_cannot_start_is_not_started_again(tmp_path: Path) -> None:
     with supervised(tmp_path, "fail") as process:
         assert process.wait(20) == 7
@@ -124,6 +167,15 @@ def test_when_the_supervisor_is_killed_its_cluster_stops(tmp_path: Path) -> None
         assert started(tmp_path, 2)[-1] == "stopped"
         pids = [int(number) for number in lines[0].split()]
         eventually(lambda: all(map(has_ended, pids)))
+
+
+def test_a_start_whose_supervisor_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    with supervised(tmp_path, "start") as process:
+        lines = started(tmp_path, 1)
+        eventually((tmp_path / "starting").exists)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        eventually(lambda: nothing_is_left(tmp_path, lines))
 
 
 def test_a_process_that_was_there_before_is_let_alone(tmp_path: Path) -> None:

@@ -84,6 +84,22 @@ def test_kv_of_another_prompt_is_never_decoded(
         assert actions == [failed(reason), *ENDED]
 
 
+@pytest.mark.parametrize(
+    "meta", [b"", b"\xc1", msgspec.msgpack.encode("text"), msgspec.msgpack.encode([[]])]
+)
+def test_first_tokens_that_cannot_be_read_end_the_attempt(
+    receiving: DecodeRole, meta: bytes
+) -> None:
+    failure, *ended = receiving.handle(transfer.BlocksArrived(TICKET_ID, meta, 200))
+    assert failure == failed("the prefill worker did not send the first token of each answer")
+    assert ended == ENDED and not receiving.attempts
+
+
+def test_the_engine_releases_what_no_attempt_is_left_for() -> None:
+    """It may be of an attempt that ended while the worker's role was prefill."""
+    assert DecodeRole("decode/x", 64).handle(output()) == [commands.ReleaseSequence(KEY)]
+
+
 def test_blocks_are_reserved_first() -> None:
     role = DecodeRole("decode/x", 64)
     (reserve,) = role.submit("g", decode(), [b"h1"])
@@ -181,7 +197,8 @@ def test_an_error_of_the_engine_is_reported_and_ends_the_attempt(
         role.submit("g", decode(prefill=None), [])
     assert role.handle(SequenceOutput(KEY, error="NaN logits")) == [failed("NaN logits"), *ENDED]
     assert role.attempts == {}
-    assert role.handle(SequenceOutput(KEY, error="NaN logits")) == []
+    late = role.handle(SequenceOutput(KEY, error="NaN logits"))
+    assert late == [commands.ReleaseSequence(KEY)]
 
 
 def test_a_chunk_without_a_token_is_no_news(running: DecodeRole) -> None:
@@ -257,7 +274,7 @@ def test_an_abort_that_crosses_the_landing_ends_the_attempt(receiving: DecodeRol
 
 def test_an_abort_while_running_ends_the_attempt_and_silences_it(running: DecodeRole) -> None:
     assert running.handle(CancelAttempt(KEY)) == ENDED
-    assert running.handle(output(1)) == []
+    assert running.handle(output(1)) == [commands.ReleaseSequence(KEY)]
     assert running.handle(CancelAttempt(KEY)) == []
 
 
@@ -301,7 +318,8 @@ def test_an_answer_that_another_worker_began_goes_on_behind_its_tokens() -> None
 def test_handing_over_tells_the_gateway_and_frees_the_stream(running: DecodeRole) -> None:
     assert running.handle(output(1)) == [DeliverFrame("g", AnswerTokens(KEY, 1, [Token(51)]))]
     assert running.hand_over() == [failed("handover"), *ENDED]
-    assert running.handle(output(2)) == [], "another worker gives this token"
+    late = running.handle(output(2))
+    assert late == [commands.ReleaseSequence(KEY)], "another worker gives this token"
     assert running.hand_over() == []
 
 

@@ -23,6 +23,8 @@ from diptych.protos.frames import Sampling
 
 from . import rig
 
+SLOW = pytest.mark.slow
+
 #: A program that begins to read late, and prints the length of the first message.
 READ_LATE = """
 import sys, time
@@ -53,7 +55,10 @@ def answers(engine: Engine, sampling: Sampling, texts: list[list[int]] = TEXTS) 
     return rig.finish(engine, requests)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen3_moe", *(pytest.param(n, marks=SLOW) for n in ("qwen2", "qwen3", "mixtral"))],
+)
 def test_two_ranks_answer_as_one(checkpoint, name: str) -> None:
     folder, sampling = checkpoint(name), Sampling(20, logprobs=4)
     with on(1, folder, "float32") as alone:
@@ -68,6 +73,7 @@ def test_two_ranks_answer_as_one(checkpoint, name: str) -> None:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+@SLOW
 def test_two_ranks_are_exact_in_bf16(checkpoint) -> None:
     sampling = Sampling(16, temperature=0.7, seed=3, logprobs=3)
     with on(2, checkpoint("llama"), "bfloat16", max_step_tokens=512) as pair:

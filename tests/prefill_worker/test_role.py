@@ -50,7 +50,7 @@ def role() -> PrefillRole:
 
 
 def test_a_prompt_goes_to_the_engine_and_its_ticket_waits_for_the_decode_worker() -> None:
-    expect, add = PrefillRole("prefill/a", 64).submit("g", prefill(), [b"h1"])
+    add, expect = PrefillRole("prefill/a", 64).submit("g", prefill(), [b"h1"])
     assert expect == transfer.ExpectOffer(TICKET_ID, "decode/x", tokens=200)
     assert isinstance(add, commands.AddSequence)
     sequence = add.sequence
@@ -133,7 +133,7 @@ def test_a_duplicate_frame_changes_nothing(role: PrefillRole) -> None:
 
 
 def test_attempts_of_one_request_are_attempts_of_their_own(role: PrefillRole) -> None:
-    expect, _ = role.submit("g", prefill(("r", 1)), [])
+    _, expect = role.submit("g", prefill(("r", 1)), [])
     assert expect == transfer.ExpectOffer("r#1", "decode/x", 200)
     assert len(role.attempts) == 2
 
@@ -148,7 +148,7 @@ def fetching() -> tuple[PrefillRole, list]:
 
 
 def test_a_prompt_whose_prefix_a_peer_holds_waits_for_it_and_its_ticket_does_not() -> None:
-    role, (expect, stage) = fetching()
+    role, (stage, expect) = fetching()
     assert expect == transfer.ExpectOffer(TICKET_ID, "decode/x", tokens=200)
     assert isinstance(stage, commands.StagePrefix)
     (add,) = role.handle(commands.PrefixStaged(stage.attempt_key, []))[-1:]
@@ -156,7 +156,7 @@ def test_a_prompt_whose_prefix_a_peer_holds_waits_for_it_and_its_ticket_does_not
 
 
 def test_an_abort_cancels_the_prefix_that_is_coming_too() -> None:
-    role, (_, stage) = fetching()
+    role, (stage, _) = fetching()
     (receive,) = role.handle(commands.PrefixStaged(stage.attempt_key, [3, 4, 5]))
     assert isinstance(receive, transfer.OfferBlocks) and receive.ticket_id != TICKET_ID
     cancels = role.handle(CancelAttempt(KEY))
@@ -175,7 +175,7 @@ def test_an_abort_cancels_the_prefix_that_is_coming_too() -> None:
 
 def test_an_answer_that_another_worker_began_goes_on_behind_its_tokens() -> None:
     frame = msgspec.structs.replace(prefill(tokens=203), resumed_tokens=3)
-    expect, add = PrefillRole("prefill/a", 64).submit("g", frame, [b"h1"])
+    add, expect = PrefillRole("prefill/a", 64).submit("g", frame, [b"h1"])
     assert expect == transfer.ExpectOffer(TICKET_ID, "decode/x", tokens=203)
     assert (
         add.sequence.prompt_tokens,

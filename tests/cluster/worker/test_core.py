@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.worker import cores
 from diptych.cluster.worker.core import WorkerCore
 from diptych.decode_worker.role import DecodeAttemptEnded
+from diptych.engine.commands import AddSequence, ReleaseSequence
 from diptych.engine.engine_like import EngineLike, ReportProgress
 from diptych.engine.errors import EngineError
 from diptych.engine.options import EngineOptions
+from diptych.kv_transfer.worker_transfers import WorkerTransfers
+from diptych.prefill_worker import PrefillRole
 from diptych.protos import frames
 
 
@@ -63,3 +67,23 @@ async def test_the_end_of_an_attempt_is_told_behind_its_last_frames(tmp_path: Pa
     )
     assert told == [failed, frames.EngineStepTokens([tokens]), ("r", 0), ("r", 1)]
     assert [*core.ended_attempts] == [("r", 0), ("r", 1)]
+
+
+async def test_a_prompt_for_a_lost_decode_worker_is_released_behind_its_addition(
+    tmp_path: Path,
+) -> None:
+    core = WorkerCore(
+        "prefill/a",
+        "prefill",
+        ClusterConfig(),
+        tmp_path,
+        send=lambda _gateway, _frame: None,
+        on_observation=lambda _observation: None,
+    )
+    submitted: list[object] = []
+    core.engine_thread = SimpleNamespace(submit=submitted.append)  # type: ignore[assignment]
+    core.transfers = WorkerTransfers(lambda call: call(), core._handle_events)
+    core.role = PrefillRole("prefill/a", 64)
+    frame = frames.StartPrefill(("r", 0), 1, [1, 2, 3], frames.Sampling(10), "decode/lost")
+    core._carry_out(core.role.submit("g", frame, []))
+    assert [type(command) for command in submitted] == [AddSequence, ReleaseSequence]

@@ -187,7 +187,11 @@ def test_workers_need_what_diptychs_package_demands_without_extras() -> None:
     assert not any("extra" in one for one in requirements)
 
 
-def test_a_python_that_cannot_run_workers_is_refused(tmp_path: Path) -> None:
+def test_a_python_that_cannot_run_workers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "broken-1.0.dist-info").mkdir()  # which is no reason to refuse it
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ConfigError, match="No such file"):
         engine_environment.check_python(str(tmp_path / "python"))
     with pytest.raises(ConfigError, match="has no vLLM: run `diptych install-engine vllm`"):

@@ -110,6 +110,12 @@ def functions_of(path: str) -> frozenset[str]:
     return frozenset(names)
 
 
+@cache
+def whole_command() -> Any:
+    """Return `diptych` with all its commands and options."""
+    return typer.main.get_command(app)
+
+
 def file_is_there(path: str, page: Path) -> bool:
     """Tell whether a page's path is one of the repository, of the page's folder, or ends one there or in tests."""
     if (ROOT / path).exists() or (page.parent / path).exists():
@@ -164,7 +170,7 @@ def test_no_line_of_a_page_is_wider_than_120_characters(page: Path) -> None:
 def test_the_commands_of_a_page_and_their_options_are_there(page: Path) -> None:
     code = "\n".join(CODE.findall(page.read_text().replace("\\\n", "")))
     for words in (line.split() for line in COMMAND_LINE.findall(code)):
-        command: Any = typer.main.get_command(app)
+        command = whole_command()
         while hasattr(command, "commands") and words and re.fullmatch("[a-z]+", words[0]):
             command = command.commands[words.pop(0)]
         flags = {

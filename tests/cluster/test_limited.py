@@ -77,13 +77,16 @@ class Rendering:
 
 @pytest.fixture
 def nothing_leaks() -> Iterator[None]:
-    """Neither a process nor an open file is left behind."""
+    """Neither a process nor an open file is left behind.
+
+    Garbage of earlier tests may close its files meanwhile.
+    """
     this = psutil.Process()
     children = set(this.children())
     files = len(os.listdir("/proc/self/fd"))
     yield
     assert set(this.children()) <= children
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 def waiting(texts: ChatTemplates) -> int:

@@ -241,6 +241,7 @@ def test_the_answers_may_not_go_into_the_file_of_the_requests(tmp_path: Path) ->
         assert requests.read_text() == text
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_command_with_a_sentence_and_loses_nothing(tmp_path: Path) -> None:
     requests = tmp_path / "requests.jsonl"
     answers = tmp_path / "answers.jsonl"

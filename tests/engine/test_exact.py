@@ -3,6 +3,7 @@ it, however its prompt is cut, and on whichever engine each part of it is comput
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +20,21 @@ from .rig import MIX, alone, copy_blocks, drain, engine, finish, prompt, request
 
 GREEDY = Sampling(24, logprobs=4)
 SAMPLED = Sampling(24, temperature=0.8, seed=7, logprobs=4)
+
+
+#: A dense model, and one of experts with norms of queries and keys. `make test-all` takes all.
+QUICK = {"llama", "qwen3_moe"}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in sorted(checkpoints.ARCHITECTURES)
+    ]
+)
+def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Path:
+    """Each architecture in turn."""
+    return checkpoint(request.param)
 
 
 @lru_cache(maxsize=4096)

@@ -119,8 +119,13 @@ def test_shards_match_transformers(tmp_path: Path, name: str) -> None:
     check(folder, prompt(100), alone(engine(folder, "float32"), prompt(100), WHOLE))
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("style", quantized.STYLES)
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", pytest.param("mixtral", marks=SLOW), pytest.param("qwen3_moe", marks=SLOW)]
+)
 def test_fp8_weights_are_those_that_their_scales_give(
     tmp_path: Path, name: str, style: str
 ) -> None:

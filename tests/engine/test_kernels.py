@@ -207,7 +207,7 @@ def test_what_lies_between_the_matrices_is_as_in_torch(rows: int, instructions: 
         assert close(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (1024, 2080), (2816, 1000)])
 def test_linears_are_plain_linears_with_what_surrounds_them(
     linear_instructions: str, inputs: int, outputs: int, bias: bool

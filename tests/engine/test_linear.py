@@ -35,7 +35,7 @@ def layer(inputs: int, outputs: int, bias: bool = False) -> Linear:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_any_number_of_rows_gives_each_row_the_same_bits(
     inputs: int, outputs: int, bias: bool
 ) -> None:

@@ -92,6 +92,7 @@ def test_memcpy_and_checksum_are_measured():
     assert speed.checksum(1 << 20) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tcp", pytest.param("shm", marks=LINUX), pytest.param("nixl", marks=needs_nixl)]
 )

@@ -62,11 +62,12 @@ def test_the_schema_takes_what_the_loader_takes_and_refuses_unknown_keys() -> No
         ("silence", "silence_s"),
     ],
 )
-def test_a_mistyped_setting_is_answered_with_the_one_that_was_meant(
-    key: str, meant: str, tmp_path: Path
-) -> None:
+def test_a_mistyped_setting_is_answered_with_the_one_that_was_meant(key: str, meant: str) -> None:
     code, _, error = invoke("config", "show", "--set", f"{key}=1")
     assert code == 1 and f"did you mean {meant}?" in error
+
+
+def test_mistyped_settings_of_a_file_are_answered_too(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("router: {queue_mx: 1}\nmodel: {naem: x}\n")
     _, _, error = invoke("config", "validate", str(file))

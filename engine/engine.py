@@ -30,6 +30,7 @@ from .commands import BlocksReserved, EngineObservation, PrefixStaged, StagePref
 from .drafts import NGramDrafter
 from .engine_like import ReportProgress
 from .exactness import is_exact
+from .gpu.layer_events import DeviceEvent, wait_for_event
 from .grammar import GrammarCompiler
 from .model import rank_share, start_model
 from .options import DecodeLimits, EngineOptions, SchedulerLimits
@@ -41,7 +42,6 @@ from .spec import fingerprint, read_spec
 from .step_counters import StepCounters
 
 if TYPE_CHECKING:
-    from .gpu.layer_events import DeviceEvent
     from .gpu.pipeline import DecodePipeline, PromptScores
 
 log = logging.getLogger(__name__)
@@ -336,6 +336,11 @@ class Engine:
                 raise  # the other ranks wait for this one in mid-step
             return self._fail_step(plan, error)
         outputs = self._book(batch, logits, scored)
+        if not len(batch.logit_rows):
+            # Nobody has read what such a step gives. Its duration must be the device's all the
+            # same: the time of the launch alone would teach the scheduler that prefill costs
+            # nothing, and chunk after chunk would pile up in front of the next token.
+            self._wait_for_device()
         self._account(plan, batch, time.perf_counter() - began)
         return outputs
 
@@ -387,16 +392,17 @@ class Engine:
         return outputs
 
     def _wait_for_device(self) -> None:
-        """Waits for what is launched, before others than this engine's steps touch its blocks.
+        """Waits for what is launched. Raises RankLost.
 
-        The host books a step, and publishes or releases its blocks, while a GPU still computes it.
-        So whoever hands blocks to others waits first: `reserve`, `stage`, `pin_for_demotion`, and
-        the announcement of blocks from earlier steps.
+        The host may release blocks while a GPU still writes them: those of a sequence whose step
+        ran out of memory on the way, or that ended while its next step was launched ahead. So
+        whoever hands blocks to others than this engine's steps waits first: `reserve`, `stage`,
+        `pin_for_demotion`, and the announcement of blocks from earlier steps.
         """
         if self._pipeline:
             self._pipeline.wait_for_device()
         if self._launched:
-            self._launched.synchronize()
+            wait_for_event(self._launched, self._model.rank_processes)
             self._launched = None
 
     def _announce_prefills(

@@ -126,7 +126,8 @@ class CudaBackend(InterpretedBackend):
     ) -> int:
         # The steps are the largest one with a prompt and the largest one of decode alone. They run
         # one after the other, but both peaks count: the CUDA graphs of decode keep memory of their
-        # own, which steps with a prompt cannot use.
+        # own, which steps with a prompt cannot use. The second peak has the buffers of sampling in
+        # it, which are allocated once the pool is there.
         step_bytes = sum(_peak_bytes(device, step) for step in make_steps())
         torch.cuda.empty_cache()  # what the steps took is free again, and counts as such
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)

@@ -2,7 +2,8 @@
 
 A pool that takes all that the weights leave would fail with the first long prompt. So the pool is
 sized, or checked, when these have run. What a step allocates grows with its rows, and hardly with
-the length of its sequences, whose KV is in the pool. So the sequences here are short.
+the length of its sequences, whose KV is in the pool. So the sequences here are short. What the
+device keeps between decode steps is there as well while the largest one of them runs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from .attention import RowSpan, StepRows
 from .decoder import Decoder
+from .gpu.plan import kept_bytes
 from .options import SchedulerLimits
 
 SCRATCH_BLOCK = 1  #: Where all rows write their KV: what they read there has no meaning.
@@ -22,7 +24,8 @@ SCRATCH_BLOCKS = 2  #: Of the pool that these steps need.
 def largest_steps(decoder: Decoder, limits: SchedulerLimits) -> list[Callable[[], None]]:
     """Returns functions that run the largest step with a prompt, and the largest of decode alone.
 
-    Both count: on a GPU, decode alone runs as CUDA graphs, whose memory no other step can use.
+    Both count: on a GPU, decode alone runs as CUDA graphs, whose memory no other step can use. The
+    second function also allocates as much as is kept between decode steps (`gpu.plan.kept_bytes`).
     `decoder` has a pool of `SCRATCH_BLOCKS` blocks.
     """
     block = limits.block_tokens
@@ -33,10 +36,14 @@ def largest_steps(decoder: Decoder, limits: SchedulerLimits) -> list[Callable[[]
     # `max_step_tokens` limits the prompt's rows alone.
     with_prompt = _step([limits.max_step_tokens, *running_rows], block)
     decode_alone = _step(decode_rows, block)
-    return [
-        lambda: _run(decoder, with_prompt, 1 + sum(running_rows)),
-        lambda: _run(decoder, decode_alone, sum(decode_rows)),
-    ]
+    kept = kept_bytes(limits.max_running, decoder.spec.vocab)
+
+    def run_decode_alone() -> None:
+        buffers = torch.empty(kept, dtype=torch.uint8, device=decoder.weights.embedding.device)
+        _run(decoder, decode_alone, sum(decode_rows))
+        del buffers  # only now: they are there beside the step
+
+    return [lambda: _run(decoder, with_prompt, 1 + sum(running_rows)), run_decode_alone]
 
 
 def _step(row_counts: list[int], block_tokens: int) -> StepRows:

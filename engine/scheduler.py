@@ -587,6 +587,8 @@ class Scheduler:
         """
         if self.prefilling:
             return True
+        if self.limits.draft_tokens and len(self.running) <= self.limits.draft_below:
+            return True  # tokens may be guessed, from the ids that the step before gives
         return bool(self.waiting or self.ready) and self._free_places() > 0
 
     def reserve_ahead(self, sequence: Sequence, count: int) -> bool:

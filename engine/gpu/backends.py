@@ -107,7 +107,7 @@ def choose_backend(
             return BackendChoice(name, module, tuple(passed_over))
         passed_over.append((name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
-    raise KernelUnavailable(f"no attention backend for this GPU: {reasons}")
+    raise KernelUnavailable(f"no attention backend can be used here: {reasons}")
 
 
 def obstacle(name: str, environment: GpuEnvironment, needs: AttentionNeeds) -> str | None:

@@ -17,7 +17,6 @@ and `score_rows` scores ids of a prompt by them. On ranks above 0 `follow`, `fol
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import numpy as np
@@ -27,7 +26,7 @@ from ..decoder import Decoder
 from ..options import DecodeLimits
 from ..rank_processes import DecodeStep, DrawRows, DrawStep, RankProcesses
 from .drawn import DrawnRows
-from .layer_events import DeviceEvent
+from .layer_events import DeviceEvent, wait_for_event
 from .ops import DeviceStepRows, GpuOps
 from .plan import (
     PADDING_BLOCK,
@@ -40,14 +39,17 @@ from .plan import (
     bucket_sizes,
     pad_rows,
 )
-from .sampling import SampledRows, SlotBuffers, count_ids, rank_required, sample_rows
+from .sampling import (
+    ChunkResults,
+    SampledRows,
+    SlotBuffers,
+    count_ids,
+    rank_required,
+    sample_rows,
+)
 from .slot_update import SlotUpdate
 from .slots import SlotTable
 from .varlen import Varlen, copy_to_device, send_together
-
-#: Seconds between two looks at a step of several ranks. Where decode runs ahead, the device has its
-#: next step meanwhile.
-POLL_S = 1e-4
 
 
 class PendingRows:
@@ -73,13 +75,8 @@ class PendingRows:
 
         The arrays are the host's buffers, which the next step but one overwrites.
         """
-        if self._done and self._ranks:
-            started_at = time.monotonic()
-            while not self._done.query():
-                self._ranks.check_alive(time.monotonic() - started_at)
-                time.sleep(POLL_S)
-        elif self._done:
-            self._done.synchronize()
+        if self._done:
+            wait_for_event(self._done, self._ranks)
         host = self._host
         rows = slice(self._row_count)
         return DrawnRows(
@@ -133,10 +130,10 @@ class _HostBuffers:
 class DecodeRunner:
     """Decodes the rows of a step within `limits`, and draws their next ids.
 
-    At most two steps are under way: `launch` the second before `read` of the first, not a third,
-    because the steps use two sets of host buffers in turn. `decoder` and `ops` are the model on
-    this device. `ranks` are the processes of the other ranks, on rank 0 of several: they are sent
-    what each step is, and follow. `ranks` is None on the only rank, and on ranks above 0.
+    At most two steps are under way. A second step may be launched before the first one is read, but
+    not a third, because the steps use two sets of host buffers in turn. `decoder` and `ops` are the
+    model on this device. `ranks` are the processes of the other ranks, on rank 0 of several: they
+    are sent what each step is, and follow. `ranks` is None on the only rank, and on ranks above 0.
     """
 
     def __init__(
@@ -158,8 +155,6 @@ class DecodeRunner:
         self.graphs = on_gpu and ops.attention.graphs
         self._layer_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._sample_graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        #: What each bucket's graph of layers writes and its graph of sampling reads.
-        self._graph_logits: dict[int, torch.Tensor] = {}
 
         rows = bucket_size(limits.rows)
         blocks = -(-limits.max_model_len // limits.block_tokens)
@@ -174,8 +169,13 @@ class DecodeRunner:
         self._block_table = torch.zeros(rows, blocks, dtype=torch.int32, device=self.device)
         self._slots = SlotBuffers.allocate(rows, vocab, self.device)
         self._sampled = SampledRows.allocate(rows, self.device)
+        #: What the layers of a step write and its sampling reads. One buffer is enough, for the
+        #: graphs of all buckets too: a step is sampled before the next one's layers begin.
+        self._logits = torch.empty(rows, vocab, dtype=torch.float32, device=self.device)
+        #: What sampling writes and reads. It is there from the start (with `_logits` and `_slots`
+        #: it is counted by `plan.kept_bytes`), so that no draw fails on a device that is full.
+        self._results = ChunkResults.allocate(rows, vocab, self.device)
         self._query_starts = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
-        self._logits: torch.Tensor | None = None  #: Of the step whose sampling comes next.
 
         #: The host's copies of these, for two steps in turn.
         self._host_buffers = [_HostBuffers(rows, blocks, pinned=on_gpu) for _ in range(2)]
@@ -272,7 +272,7 @@ class DecodeRunner:
         """Launch the sampling of packed rows of any logits."""
         self._apply(update)
         on_device = copy_to_device(torch.from_numpy(packed.copy()), self.device)
-        sample_rows(logits, on_device, self._slots, self._sampled)
+        sample_rows(logits, on_device, self._slots, self._sampled, results=self._results)
 
     def _make_event(self) -> DeviceEvent | None:
         return torch.cuda.Event() if self.device.type == "cuda" else None
@@ -291,7 +291,7 @@ class DecodeRunner:
         width = packed.shape[1]
         graph = self._layer_graphs.get(width) if self.graphs else None
         if graph is None:
-            self._logits = self._compute_logits(width)
+            self._compute_logits(width)
         else:
             graph.replay()
 
@@ -308,9 +308,7 @@ class DecodeRunner:
             on_device.copy_(host.required_ids[: len(ids)], non_blocking=True)
         graph = self._sample_graphs.get(width) if self.graphs else None
         if graph is None:
-            assert self._logits is not None
-            self._sample(width, self._logits)
-            self._logits = None
+            self._sample(width)
         else:
             graph.replay()
 
@@ -359,7 +357,8 @@ class DecodeRunner:
         for width in bucket_sizes(self.row_limit):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles kernels, makes workspaces
-                self._sample(width, self._compute_logits(width))
+                self._compute_logits(width)
+                self._sample(width)
             torch.cuda.current_stream().wait_stream(stream)
             layers = torch.cuda.CUDAGraph()
             sampling = torch.cuda.CUDAGraph()
@@ -368,21 +367,22 @@ class DecodeRunner:
             # other threads of this process may use CUDA meanwhile: NCCL's, a transfer's
             capture = partial(torch.cuda.graph, stream=stream, capture_error_mode="thread_local")
             with capture(layers, pool=shared_pool):
-                self._graph_logits[width] = self._compute_logits(width)
+                self._compute_logits(width)
             with capture(sampling, pool=layers.pool()):
-                self._sample(width, self._graph_logits[width])
+                self._sample(width)
             self._layer_graphs[width] = layers
             self._sample_graphs[width] = sampling
 
     @torch.inference_mode()
-    def _sample(self, width: int, logits: torch.Tensor) -> None:
+    def _sample(self, width: int) -> None:
         """Draw the ids of the step that the buffers describe, from its logits."""
         fields = self._packed_rows[: ROW_FIELDS * width].view(ROW_FIELDS, width)
-        sample_rows(logits, fields, self._slots, self._sampled)
+        logits = self._logits[:width]
+        sample_rows(logits, fields, self._slots, self._sampled, results=self._results)
 
     @torch.inference_mode()
-    def _compute_logits(self, width: int) -> torch.Tensor:
-        """Return the logits of the step that the buffers describe, float32 [width, vocab]."""
+    def _compute_logits(self, width: int) -> None:
+        """Write the logits of the step that the buffers describe to the first rows of `_logits`."""
         fields = self._packed_rows[: ROW_FIELDS * width].view(ROW_FIELDS, width)
         source = fields[RowField.SOURCE]
         position = fields[RowField.POSITION]
@@ -414,7 +414,10 @@ class DecodeRunner:
             spans=[],  # for attention on the host; here `varlen` says the same
             varlen=[varlen],
         )
-        return self.decoder.logits(self.decoder.hidden(token_ids, step))
+        hidden = self.decoder.hidden(token_ids, step)
+        # `Decoder.logits` would allocate their float32 copy; this copy is the one that is kept.
+        weights = self.decoder.weights
+        self._logits[:width].copy_(weights.head(hidden, norm=weights.norm))
 
 
 class PendingScores:

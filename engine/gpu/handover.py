@@ -14,7 +14,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -166,18 +167,29 @@ def _checksum_seconds(pool: KVPool) -> float | None:
     return min(durations_s)
 
 
+@contextmanager
+def _other_process_lives() -> Iterator[None]:
+    """Turn what a pipe says of a process that has ended into TimeoutError."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        raise TimeoutError("the other process ended: its error stands above") from None
+
+
 def _send(handover: _Handover, pipe: Connection) -> HandoverResult:
     """Write all blocks to the receiver's, ROUNDS times.
 
-    Raises TimeoutError, also where a write fails: only a good end is waited for.
+    Raises TimeoutError, also where the receiver ends or a write fails: only a good end is waited
+    for.
     """
     endpoint = _Endpoint(handover, "sender")
     endpoint.bytes().copy_(endpoint.drawn_bytes)
     endpoint.wait_for_device()  # NIXL does not know the stream that writes these bytes
-    pipe.send(endpoint.card())
-    if not pipe.poll(PATIENCE_S):
-        raise TimeoutError("the other process did not open its transport")
-    peer = pipe.recv()
+    with _other_process_lives():
+        pipe.send(endpoint.card())
+        if not pipe.poll(PATIENCE_S):
+            raise TimeoutError("the other process did not open its transport")
+        peer = pipe.recv()
     endpoint.transport.add_peer(peer)
     source_blocks = np.arange(handover.blocks, dtype=np.int32)
     target_blocks = np.array(handover.order, np.int32)
@@ -189,7 +201,8 @@ def _send(handover: _Handover, pipe: Connection) -> HandoverResult:
         handle = endpoint.transport.write(peer.agent, spans, note)
         endpoint.wait_for_event(partial(eq, PostedWriteEnded(handle, ok=True)))
         best_s = min(best_s, time.perf_counter() - started_at)
-    intact = pipe.poll(PATIENCE_S) and pipe.recv()
+    with _other_process_lives():
+        intact = pipe.poll(PATIENCE_S) and pipe.recv()
     endpoint.transport.close()
     size = endpoint.pool.size
     checksums_s = _checksum_seconds(endpoint.pool)

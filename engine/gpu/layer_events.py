@@ -1,15 +1,23 @@
-"""Reports when the device has written a layer's KV, without waiting for the device in between.
+"""Events of the device: waits for one, and reports when a layer's KV is written.
 
 On a GPU the host only launches a layer's work. A transfer that starts at launch would read KV that
 is not written yet. So the host records an event behind each layer, and looks at the next launch
-which events the device has passed.
+which events the device has passed. It waits for the device only behind the last layer.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from ..rank_processes import RankProcesses
+
+#: Seconds between two looks at an event of several ranks. Where decode runs ahead, the device has
+#: its next step meanwhile.
+POLL_S = 1e-4
 
 
 class DeviceEvent(Protocol):
@@ -26,6 +34,21 @@ class DeviceEvent(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has passed the point."""
         ...
+
+
+def wait_for_event(event: DeviceEvent, ranks: RankProcesses | None) -> None:
+    """Wait until the device has passed the event.
+
+    `ranks`, if given, are watched meanwhile: raises RankLost if one of them is gone, as the device
+    would then wait for its part of a sum for ever.
+    """
+    if ranks is None:
+        event.synchronize()
+        return
+    started_at = time.monotonic()
+    while not event.query():
+        ranks.check_alive(time.monotonic() - started_at)
+        time.sleep(POLL_S)
 
 
 class LayerCallbacks:

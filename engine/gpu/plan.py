@@ -77,6 +77,16 @@ def bucket_sizes(row_limit: int) -> list[int]:
     return sorted({bucket_size(rows) for rows in range(1, row_limit + 1)}, reverse=True)
 
 
+def kept_bytes(row_limit: int, vocab: int) -> int:
+    """Return the bytes that a `decode.DecodeRunner` keeps on the device, whatever a step needs.
+
+    It keeps four numbers of four bytes for each row and each id of the vocabulary: the logit, the
+    adjusted logit, a candidate of the search for a border, and the slot's count. What it keeps
+    beside them does not grow with the vocabulary, or is a bit for each id.
+    """
+    return bucket_size(row_limit) * vocab * 16
+
+
 def _round_up(count: int, multiple: int) -> int:
     """Return the smallest multiple that is at least `count`."""
     return -(-count // multiple) * multiple

@@ -4,10 +4,10 @@ The result is that of `engine.sampler`, row by row. A row's bits follow from its
 parameters: each row is reduced in a fixed order, whatever stands beside it.
 
 - `_scan` adjusts a chunk of a row (penalties, bias, masks) and finds its best id.
-- `_cut` finds where top_k and top_p end, by searching for the value at the border: counts and masses
-  of what is above some values, until two values next to each other are left. Two passes over a
-  row leave few ids to search among. Of equal values the lowest ids are inside. Only rows that have
-  such a parameter are searched.
+- `_cut` finds where top_k and top_p end. It searches for the value at the border: it counts the ids
+  at or above some values, or sums their weights, until two neighbouring float32 values are left. Two
+  passes over a row leave few ids to search among. Of equal values the lowest ids are inside. Only
+  rows that have such a parameter are searched.
 - `_draw` finds the best id of a chunk of such a row, among those inside.
 - `_pick` takes the best chunk, counts the id, and works out its logprob.
 - `_list` finds the likeliest ids of rows that want them, or the logprobs of ids that they name.
@@ -781,7 +781,7 @@ class SampledRows:
 
 
 @dataclass(slots=True)
-class _ChunkResults:
+class ChunkResults:
     """What the kernels of one call leave for each other, on the device."""
 
     scores: torch.Tensor  #: float32 [rows, vocab]: adjusted logits, of rows that have adjustments.
@@ -796,39 +796,47 @@ class _ChunkResults:
     border_ids: torch.Tensor  #: int32 [rows, 1]: the last id at the border that is inside.
 
     @classmethod
-    def allocate(cls, logits: torch.Tensor, rows: int, chunks: int) -> _ChunkResults:
-        """Allocate the buffers, not initialized, for `rows` rows of `logits` [any, vocab]."""
+    def allocate(cls, rows: int, vocab: int, device: torch.device) -> ChunkResults:
+        """Allocate the buffers, not initialized, for calls with at most `rows` rows."""
+        chunks = triton.cdiv(vocab, CHUNK)
 
         def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
-            return logits.new_empty(rows, columns, dtype=dtype)
+            return torch.empty(rows, columns, dtype=dtype, device=device)
 
         return cls(
-            scores=empty(logits.shape[1], torch.float32),
+            scores=empty(vocab, torch.float32),
             values=empty(chunks, torch.float64),
             ids=empty(chunks, torch.int32),
             tops=empty(chunks, torch.float32),
             peaks=empty(chunks, torch.float32),
             peak_ids=empty(chunks, torch.int32),
             sums=empty(chunks, torch.float32),
-            candidates=empty(logits.shape[1], torch.int32),
+            candidates=empty(vocab, torch.int32),
             border_orders=empty(1, torch.int64),
             border_ids=empty(1, torch.int32),
         )
 
 
 def sample_rows(
-    logits: torch.Tensor, packed: torch.Tensor, slots: SlotBuffers, out: SampledRows
+    logits: torch.Tensor,
+    packed: torch.Tensor,
+    slots: SlotBuffers,
+    out: SampledRows,
+    *,
+    results: ChunkResults | None = None,
 ) -> None:
     """Write the next ids, and what else the rows want, to `out`; count the ids.
 
     `logits` are [any, vocab], `packed` int64 [ROW_FIELDS, rows] as `plan.RowField` says, on the
-    device. Rows of padding are left out.
+    device. Rows of padding are left out. `results` are overwritten; without them such buffers are
+    allocated, of more than 8 bytes for each row and id.
     """
     width = packed.shape[1]
     vocab = logits.shape[1]
     chunks = triton.cdiv(vocab, CHUNK)
     padded_chunks = triton.next_power_of_2(chunks)
-    results = _ChunkResults.allocate(logits, width, chunks)
+    if results is None:
+        results = ChunkResults.allocate(width, vocab, logits.device)
     sizes = {"width": width, "vocab": vocab, "logit_stride": logits.stride(0), "chunks": chunks}
     _scan[(width, chunks)](
         logits,

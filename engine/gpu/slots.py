@@ -170,7 +170,8 @@ def _penalizes(sampling: Sampling) -> bool:
 class SlotTable:
     """Which sequence has which slot of the device, and what the device must be told of it.
 
-    `slots` are there, at least as many as a step has rows. `vocab` is the number of the model's ids.
+    `slots` is how many slots the device has: at least as many as a step has rows. `vocab` is the
+    number of the model's ids.
     """
 
     def __init__(self, slots: int, vocab: int) -> None:

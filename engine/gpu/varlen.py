@@ -88,8 +88,9 @@ def send_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list
 def split_by_phase(spans: Sequence[RowSpan]) -> list[Varlen]:
     """Return runs of prefill and of decode, in the order of their rows.
 
-    An engine's step has at most two runs. The phases are apart because a row of decode has few
-    queries for its keys and wants another grid of programs.
+    An engine's step has at most two runs, or more if some of its decoding sequences have drafts. The
+    phases are apart because a row of decode has few queries for its keys and wants another grid of
+    programs.
     """
     runs: list[list[RowSpan]] = []
     for span in spans:

@@ -18,6 +18,7 @@ from diptych.engine.commands import StagePrefix
 from diptych.engine.cpu_backend import CpuBackend
 from diptych.engine.decoder import Decoder
 from diptych.engine.engine import Engine
+from diptych.engine.pacing import StepWork
 from diptych.engine.sequence import BlocksFilled
 from diptych.protos.frames import Sampling
 
@@ -74,9 +75,8 @@ class LazyBackend(CpuBackend):
         step: StepRows,
         layer_written: Callable[[int], None] | None,
     ) -> torch.Tensor:
-        if (
-            layer_written
-        ):  # each layer is reported when it is computed: `LayerCallbacks` waits for it
+        if layer_written:
+            # each layer is reported when it is computed: `LayerCallbacks` waits for it
             self.stream.catch_up()
             return decoder.hidden(token_ids, step, layer_written)
         hidden = torch.zeros(len(token_ids), decoder.spec.hidden, dtype=torch.bfloat16)
@@ -112,12 +112,29 @@ def content(owner: Engine, blocks: list[int]) -> bytes:
     )
 
 
+def test_a_step_that_draws_no_token_is_timed_until_the_device_has_done_it(
+    lazy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of the launch alone would teach the scheduler that prefill costs nothing."""
+    owner, stream = lazy
+    learnt: list[StepWork] = []
+
+    def observe_step(seconds: float, work: StepWork) -> None:
+        assert not stream.waiting, "the device still computes the step"
+        learnt.append(work)
+
+    monkeypatch.setattr(owner.scheduler, "observe_step", observe_step)
+    owner.add(request(owner, "one", prompt(300), Sampling(4)))
+    assert owner.step() == []
+    assert len(learnt) == 1
+
+
 def test_a_prefix_is_shown_to_a_peer_only_when_it_is_computed(lazy) -> None:
-    """Its blocks are published with a step that the device has not begun."""
+    """Its blocks are published with the step that computes them."""
     owner, stream = lazy
     one = request(owner, "one", prompt(300), Sampling(4))
     owner.add(one)
-    assert owner.step() == [] and stream.waiting, "a chunk without logits: nobody waits for it"
+    assert owner.step() == []
     staged = owner.stage(StagePrefix(("peer", 0), one.block_hashes, pin_only=True))
     assert staged.held_blocks == 2
     shown = content(owner, staged.blocks)
@@ -128,14 +145,21 @@ def test_a_prefix_is_shown_to_a_peer_only_when_it_is_computed(lazy) -> None:
 
 @pytest.mark.parametrize("how", ["reserve", "stage"])
 def test_released_blocks_are_given_to_a_writer_only_when_the_device_is_done_with_them(
-    lazy, how: str
+    lazy, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    """A step that found no memory for its logits releases blocks that its layers still write."""
     owner, stream = lazy
-    one = request(owner, "one", prompt(1000), Sampling(4))
+    one = request(owner, "one", prompt(STEP_TOKENS), Sampling(4))
+    used: list[int] = []
+
+    def no_memory(*_: object) -> None:
+        used.extend(one.blocks)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0")
+
+    monkeypatch.setattr(owner._model, "logits", no_memory)
     owner.add(one)
-    assert owner.step() == [] and stream.waiting
-    used = list(one.blocks)
-    owner.release(one.attempt_key)
+    (failed,) = owner.step()
+    assert failed.error and stream.waiting, "its layers are under way"
     other = request(owner, "other", prompt(1000, seed=1), Sampling(4))
     if how == "reserve":
         blocks = owner.reserve(other).blocks
@@ -158,7 +182,7 @@ def test_cached_blocks_are_announced_only_when_they_are_computed(lazy) -> None:
         (each, content(owner, each.blocks)) for each in filled
     )
     owner.add(request(owner, "decoded here", prompt(200), Sampling(4)))
-    assert owner.step() == [] and stream.waiting
+    assert owner.step() == []
     shared = prompt(200)[:128] + prompt(150, seed=1)
     owner.add(request(owner, "sent", shared, Sampling(1), first_only=True))
     owner.step()
@@ -178,7 +202,6 @@ def test_blocks_go_to_a_tier_only_when_they_are_computed(lazy) -> None:
     owner.release(done.attempt_key)  # its two published blocks are cached, and can be evicted
     pool = owner.scheduler.pool
     pool.allocate(pool.free_blocks - 1, 0)  # the pool runs low
-    assert stream.waiting
     pinned = [block for block, _ in owner.pin_for_demotion()]
     assert pinned
     shown = content(owner, pinned)

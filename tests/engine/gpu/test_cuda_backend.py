@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,20 +13,22 @@ from diptych.engine import backend_registry
 from diptych.engine.cpu_backend import CpuBackend
 from diptych.engine.engine import Engine
 from diptych.engine.errors import KernelUnavailable, OutOfMemory
-from diptych.engine.gpu import paged
+from diptych.engine.gpu import decode, paged
 from diptych.engine.gpu.backends import AttentionNeeds
 from diptych.engine.gpu.decode import DecodeRunner
 from diptych.engine.gpu.ops import GpuOps
 from diptych.engine.gpu.paged import PagedAttention
+from diptych.engine.gpu.plan import kept_bytes
 from diptych.engine.gpu.random_model import make_random_model
 from diptych.engine.gpu.roofline import LLAMA_3_8B
+from diptych.engine.gpu.sampling import ChunkResults
 from diptych.engine.gpu_backend import CudaBackend, InterpretedBackend
 from diptych.engine.largest_step import SCRATCH_BLOCKS, largest_steps
 from diptych.engine.ops import Ops
 from diptych.engine.options import DecodeLimits, EngineOptions, SchedulerLimits
 from diptych.engine.spec import read_spec
 
-from .test_decode import TINY
+from .test_decode import TINY, Row, rows_of
 
 GIB = 1 << 30
 REAL_MEMORY = torch.cuda.mem_get_info
@@ -269,11 +271,22 @@ def test_a_workspace_that_a_graph_writes_to_is_never_replaced(
         attention._workspace(torch.zeros(5, 2, 16), 5)
 
 
-def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream has memory of its own, which no other uses again."""
+def make_runner(rows: int) -> DecodeRunner:
+    """A runner whose layers compute nothing."""
     spec = replace(LLAMA_3_8B, **TINY, windows=(None,))
     decoder, ops = make_random_model(spec, torch.device("cpu"), blocks=9)
-    runner = DecodeRunner(decoder, ops, DecodeLimits(rows=8, max_model_len=256, block_tokens=64))
+    decoder.hidden = lambda ids, step: torch.zeros(len(ids), spec.hidden)
+    decoder.weights.head = lambda hidden, norm: torch.zeros(len(hidden), spec.vocab)
+    return DecodeRunner(decoder, ops, DecodeLimits(rows=rows, max_model_len=256, block_tokens=64))
+
+
+def test_all_graphs_are_captured_on_one_stream_and_write_their_logits_to_one_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each stream has memory of its own, and so has each tensor that a graph keeps."""
+    runner = make_runner(8)
+    sampled: list[torch.Tensor] = []
+    monkeypatch.setattr(decode, "sample_rows", lambda logits, *_, **__: sampled.append(logits))
     made: list[object] = []
     used: list[object] = []
 
@@ -303,3 +316,53 @@ def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) 
     assert sorted(runner._layer_graphs) == [1, 2, 4, 8]
     assert len(made) == 1
     assert used == made * 8, "layers and sampling of each width"
+    assert len(sampled) == 8
+    assert len({logits.untyped_storage().data_ptr() for logits in sampled}) == 1
+
+
+def test_steps_and_planned_draws_sample_in_memory_that_is_there_from_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draw that finds no memory would end the engine's thread, and all streams."""
+    runner = make_runner(8)
+    used: list[ChunkResults] = []
+    monkeypatch.setattr(decode, "sample_rows", lambda *_, results: used.append(results))
+    rows = rows_of([Row([index + 1]) for index in range(8)])
+    runner.launch(rows).read()
+    runner.draw_rows(torch.zeros(8, TINY["vocab"]), rows, runner.slot_table.take_update()).read()
+    assert len(used) == 2 and used[0] is used[1]
+    assert used[0].scores.shape == (8, TINY["vocab"])
+
+
+def test_the_memory_that_decode_keeps_is_counted_beside_its_largest_step(
+    small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = make_runner(9)
+    vocab = TINY["vocab"]
+    kept = [runner._logits]
+    for buffers in (runner._results, runner._slots):
+        kept += [getattr(buffers, entry.name) for entry in fields(buffers)]
+    by_vocab = sum(buffer.nbytes for buffer in kept if buffer.shape[-1] == vocab)
+    assert by_vocab == kept_bytes(9, vocab) == 16 * vocab * 16
+
+    owner = Engine(EngineOptions(small("llama"), "float32", 8 << 20, 256))
+    limits = SchedulerLimits(max_step_tokens=96, max_running=9)
+    allocated: list[tuple[int, ...]] = []
+    decoder = owner._model.decoder
+    empty, hidden = torch.empty, decoder.hidden
+
+    def watched_empty(*size: int, **options: object) -> torch.Tensor:
+        allocated.append(size)
+        return empty(*size, **options)
+
+    def watched_hidden(ids, step, after=None):
+        during.append(list(allocated))
+        return hidden(ids, step, after)
+
+    during: list[list[tuple[int, ...]]] = []
+    decoder.hidden = watched_hidden
+    monkeypatch.setattr(torch, "empty", watched_empty)
+    for step in largest_steps(decoder, limits):
+        allocated.clear()
+        step()
+    assert during == [[], [(kept_bytes(9, owner.spec.vocab),)]]

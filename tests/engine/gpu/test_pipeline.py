@@ -227,6 +227,24 @@ def test_a_newcomer_ends_the_lead_and_is_prefilled_next() -> None:
     assert [output.attempt_key[0] for output in world.step()] == ["b", "a"]
 
 
+def test_no_step_is_launched_ahead_while_so_few_run_that_tokens_are_guessed() -> None:
+    """A guess needs the ids before it, and more rows than a step that is launched ahead has."""
+    world = World(scheduler(30, draft_tokens=4, draft_below=1))
+    world.s.add(request("a", 10, 5))
+    world.step()  # prefill
+    world.step()
+    assert not world.device.under_way and len(world.device.steps) == 1
+    world.s.add(request("b", 10, 20))
+    world.step()  # prefill, and the next token of "a"
+    world.step()
+    assert world.device.under_way, "two run: nobody guesses"
+    while any(output.attempt_key[0] == "a" for output in world.step()):
+        pass
+    for _ in range(3):
+        world.step()
+        assert not world.device.under_way, "one runs again"
+
+
 def test_a_step_for_nobody_is_forgotten() -> None:
     world = World(scheduler(30))
     world.s.add(request("a", 10, 20))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -623,6 +624,17 @@ class ClusterConfig(ConfigSection):
         """Return this tree with the sections of `model`'s tree that are a model's own."""
         sections = {name: getattr(model, name) for name in MODEL_SECTIONS}
         return self.model_copy(update={"models": {}, **sections})
+
+    def with_replicas(self, counts: Mapping[str, int]) -> Self:
+        """Return this tree with these counts, by pool, as the pools' `replicas`.
+
+        On Kubernetes the Helm values have the counts, and the tree has none.
+        """
+        pools = {
+            pool: self.pools.of(pool).model_copy(update={"replicas": count})
+            for pool, count in counts.items()
+        }
+        return self.model_copy(update={"pools": self.pools.model_copy(update=pools)})
 
     def _check_names(self) -> None:
         """Raise ValueError for names by which two models, or none, would be meant."""

@@ -45,7 +45,10 @@ OVERCOMMITTED = ("cpu", "memory", "ephemeral-storage")
 
 
 def serve(service: Manifest) -> list[str]:
-    """Checks the Serve config: schema, unknown keys, import path, arguments, deployments' names.
+    """Checks the Serve config: schema, unknown keys, import path, arguments, deployments.
+
+    Their names must be the builder's. So must the environments of their processes, as Serve takes
+    the config's `ray_actor_options` instead of the builder's.
 
     `service` is the RayService, here and below.
     """
@@ -72,6 +75,9 @@ def serve(service: Manifest) -> list[str]:
         times = Counter(deployment.name for deployment in application.deployments)
         found += [f"serveConfigV2: no deployment {name}" for name in times.keys() - built_names]
         found += [f"serveConfigV2: {name} twice" for name, count in times.items() if count > 1]
+    if not found:
+        for application in raw["applications"]:
+            found += _other_environments(application)
     return found + list(_differences(raw["applications"]))
 
 
@@ -100,9 +106,32 @@ def unknown_keys(raw: Any, model: Any, where: str = "") -> Iterator[str]:
             yield from unknown_keys(value, child, f"{where}{index}.")
 
 
+def _other_environments(application: Manifest) -> Iterator[str]:
+    """Yields the deployments whose processes would have another environment than the builder's."""
+    args = application.get("args", {})
+    written = {
+        deployment["name"]: deployment["ray_actor_options"].get("runtime_env")
+        for deployment in application.get("deployments", [])
+        if "ray_actor_options" in deployment
+    }
+    hosts_vllm = args.get("engine", {}).get("kind") == "vllm"
+    if not hosts_vllm and not any(written.values()):
+        return  # the builder makes none either; to ask it takes 0.2 s
+    for deployment in _built(application["import_path"], {**args, "model": {}}):
+        name = deployment.name
+        built = (deployment._replica_config.ray_actor_options or {}).get("runtime_env")
+        if name in written and written[name] != built:
+            yield f"serveConfigV2: {name} has runtime_env {written[name]}, its builder's is {built}"
+
+
 @cache
 def _deployment_names(import_path: str) -> frozenset[str]:
-    """Names of what the builder makes; no argument changes them.
+    """Names of what the builder makes; no argument changes them."""
+    return frozenset(deployment.name for deployment in _built(import_path, {}))
+
+
+def _built(import_path: str, args: Manifest) -> list[Any]:
+    """Returns the deployments that the builder makes of an application's arguments.
 
     Here is no Ray that could ask for a token, so the builder is told not to look for one.
     """
@@ -110,9 +139,9 @@ def _deployment_names(import_path: str) -> frozenset[str]:
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
     from ray.serve._private.build_app import build_app
 
-    arguments = {"ray": {"auth": "disabled"}}
+    arguments = {**args, "ray": {"auth": "disabled"}}
     app = call_user_app_builder_with_args_if_necessary(import_attr(import_path), arguments)
-    return frozenset(deployment.name for deployment in build_app(app, name="check").deployments)
+    return list(build_app(app, name="check").deployments)
 
 
 # ---- replicas and pods -----------------------------------------------------------------------

@@ -42,7 +42,7 @@ Text = Annotated[str, Field(min_length=1)]
 Name = Annotated[str, Field(pattern=r"^[a-z]([-a-z0-9]{0,28}[a-z0-9])?$")]
 Count = Annotated[int, Field(ge=0)]
 #: An amount as Kubernetes writes it: `64Gi`, `500m`.
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+([.][0-9]+)?([EPTGMk]i?|m)?$")]
+Quantity = Annotated[str, Field(pattern=r"^[0-9]+([.][0-9]+)?([EPTGMK]i|[EPTGMkm])?$")]
 #: Objects of Kubernetes, as they are.
 Objects = list[dict[str, Any]]
 

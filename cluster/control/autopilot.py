@@ -26,6 +26,7 @@ from ..planner.core import (
 from ..planner.sharing import GpuBudget
 from ..planner.view import observe_fleet
 from .operations import Operations
+from .serve import with_values_replicas
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class Autopilot:
         self._note_gpus(targets)
         if observation is None:  # no router, or one that not all workers have joined yet
             return
+        config = with_values_replicas(self._operations.config, pools)
+        self._planner.config = planner_config(config)
         self._planner.gpu_limit = self._gpus.limit_of(self._model)
         self._pressure = self._planner.present_pressure(observation)
         for action in self._planner.handle(observation, now):

@@ -33,7 +33,7 @@ from ..config import LOOPBACK, ControlSettings
 from ..gateway.edge import sse
 from ..gateway.edge.listen import HeaderLimitProtocol
 from ..gateway.errors import ApiError
-from ..telemetry.targets import scrape_targets
+from ..telemetry.targets import KnownRouters, scrape_targets
 from . import ray_dashboard
 from .bodies import Body, decode_body
 from .cluster_operations import ClusterOperations, ControlledModel
@@ -274,6 +274,7 @@ class AdminRoutes:
         self._operations = operations
         self._model_orders = model_orders
         self._metrics_address = metrics_address
+        self._known_routers = KnownRouters()
         self._history = history
 
     async def record_history(self) -> None:
@@ -296,9 +297,11 @@ class AdminRoutes:
 
     async def metrics_targets(self, _: HttpRequest) -> Response:
         """Answer Prometheus's http_sd: where each process exports its metrics."""
-        planes = [model.operations.plane for model in self._operations.models.values()]
+        names = list(self._operations.models)
+        planes = [self._operations.models[name].operations.plane for name in names]
         inspections = await asyncio.gather(*(plane.inspect() for plane in planes))
-        routers = [router for router, _workers in inspections if router is not None]
+        answers = [router for router, _workers in inspections]
+        routers = self._known_routers.update(dict(zip(names, answers, strict=True)))
         cards = [card for plane in planes for card in plane.cards.values()]
         return JSONResponse(scrape_targets(self._metrics_address, routers, cards))
 

@@ -60,16 +60,25 @@ class KubeRayPools:
         self._serve_pools = serve_pools or ServePools(application)
         #: Which pods are missing, when Control last looked; empty if none is.
         self._pod_shortage = ""
+        #: By pool: the count of the Helm values, when Control last looked; empty before that.
+        self._values_counts: dict[str, int] = {}
         #: Held while the RayService is read and Serve is changed by it: what was read before an
         #: order would take the order back.
         self._ordering = asyncio.Lock()
 
     async def observe(self) -> dict[str, PoolObservation]:
-        """Return what Serve says; a pool that lacks replicas also says which pods are missing."""
+        """Return what Serve says, and how many replicas the Helm values give each pool.
+
+        A pool that lacks replicas also says which pods are missing.
+        """
         pools = await self._serve_pools.observe()
         for name, pool in pools.items():
-            if len(pool.running) < pool.target and not pool.message:
-                pools[name] = pool._replace(message=self._pod_shortage)
+            message = pool.message
+            if len(pool.running) < pool.target and not message:
+                message = self._pod_shortage
+            pools[name] = pool._replace(
+                message=message, values_replicas=self._values_counts.get(name)
+            )
         return pools
 
     async def resize(self, counts: dict[str, int]) -> None:
@@ -167,6 +176,7 @@ class KubeRayPools:
     async def _follow_counts(
         self, present: KubernetesObject, record: Callable[[str, str], None]
     ) -> None:
+        self._values_counts = rayservice.values_counts(present)
         pools = await self._serve_pools.observe()
         counts: dict[str, int] = {}
         for name, count in rayservice.wanted_counts(present).items():

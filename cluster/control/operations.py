@@ -32,7 +32,7 @@ from ..telemetry import ControlTally
 from . import orders
 from .health import ClockReadings, HealthWatch, read_clocks
 from .orders import WorkerStatistics
-from .serve import PoolObservation, PoolScaler, ScaleError
+from .serve import PoolObservation, PoolScaler, ScaleError, with_values_replicas
 from .status import summarize
 
 log = logging.getLogger(__name__)
@@ -172,10 +172,10 @@ class Operations:
         if not counts:
             raise ApiError("invalid_request", "no pool is named: give prefill, decode or both")
         async with self._order_lock:
-            refusal = orders.scale_refusal(self.config, counts)
+            pools = await self._observe_pools()
+            refusal = orders.scale_refusal(with_values_replicas(self.config, pools), counts)
             if refusal:
                 raise ApiError("invalid_request", refusal)
-            pools = await self._observe_pools()
             if not self._serve_answers:  # `pools` is an earlier answer, which may not hold any more
                 raise ApiError("no_capacity", "Serve does not answer: nothing is changed")
             targets = {name: pool.target for name, pool in pools.items()}

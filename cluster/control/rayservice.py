@@ -57,7 +57,7 @@ def wanted_counts(rayservice: KubernetesObject) -> dict[str, int]:
 
     Raises ScaleError if the chart's annotation is missing.
     """
-    counts = _values_counts(rayservice)
+    counts = values_counts(rayservice)
     for pool, scaled in _scaled_counts(rayservice).items():
         if counts.get(pool) == scaled.insteadOf:
             counts[pool] = scaled.replicas
@@ -69,7 +69,7 @@ def has_ended_orders(rayservice: KubernetesObject) -> bool:
 
     `scale_patch` without counts removes such orders. Raises ScaleError as `wanted_counts`.
     """
-    values = _values_counts(rayservice)
+    values = values_counts(rayservice)
     scaled = _scaled_counts(rayservice)
     return any(values.get(pool) != order.insteadOf for pool, order in scaled.items())
 
@@ -80,7 +80,7 @@ def scale_patch(rayservice: KubernetesObject, counts: dict[str, int]) -> Kuberne
     Orders for other pools stay, but for those that the values have ended. Kubernetes refuses the
     patch if `rayservice` is no longer the newest. Raises ScaleError as `wanted_counts`.
     """
-    values = _values_counts(rayservice)
+    values = values_counts(rayservice)
     scaled = _scaled_counts(rayservice)
     for pool, count in counts.items():
         scaled[pool] = ScaledCount(replicas=count, insteadOf=values[pool])
@@ -116,7 +116,11 @@ def slots_refusal(rayservice: KubernetesObject, counts: dict[str, int]) -> str |
     return None
 
 
-def _values_counts(rayservice: KubernetesObject) -> dict[str, int]:
+def values_counts(rayservice: KubernetesObject) -> dict[str, int]:
+    """Return how many replicas the Helm values give each pool.
+
+    Raises ScaleError if the chart's annotation is missing.
+    """
     text = _annotations(rayservice).get(VALUES_ANNOTATION)
     if text is None:
         name = rayservice["metadata"]["name"]

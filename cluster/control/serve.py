@@ -19,6 +19,7 @@ from ..applications import (
     serve_controller,
     serve_details,
 )
+from ..config import ClusterConfig
 
 #: Replica states of Serve in which a replica cannot take requests yet.
 STARTING_STATES = ("STARTING", "UPDATING", "RECOVERING")
@@ -46,6 +47,9 @@ class PoolObservation(NamedTuple):
     stopping: list[str]
     #: Why the deployment failed; empty if it did not.
     message: str = ""
+    #: On Kubernetes: how many replicas the Helm values give the pool, whatever was ordered since.
+    #: None elsewhere, where the model's configuration says that, and before the values are known.
+    values_replicas: int | None = None
 
 
 class PoolScaler(Protocol):
@@ -65,6 +69,19 @@ class PoolScaler(Protocol):
 
     async def check(self, counts: dict[str, int]) -> None:
         """Change nothing. Raises ScaleError if it is known that `resize` would."""
+
+
+def with_values_replicas(config: ClusterConfig, pools: dict[str, PoolObservation]) -> ClusterConfig:
+    """Return the configuration with the counts that the pools were started with.
+
+    On Kubernetes the Helm values have them. Else nothing changes.
+    """
+    counts = {
+        name: pool.values_replicas
+        for name, pool in pools.items()
+        if pool.values_replicas is not None
+    }
+    return config.with_replicas(counts)
 
 
 def with_replica_counts(

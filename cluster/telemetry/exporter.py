@@ -26,15 +26,25 @@ HEAD_BYTES_MAX = 16 << 10  #: Limit of a request's line and headers together.
 PORTS_TRIED = 64
 
 
-def _choose_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+def _choose_encoder(
+    accept: str, *, vllm_names: bool
+) -> tuple[Callable[[CollectorRegistry], bytes], str]:
     """Return what writes a page in the format that the client prefers, and its content type.
 
-    A header that cannot be understood counts as none.
+    A header that cannot be understood counts as none. So does one that asks for OpenMetrics without
+    `escaping=allow-utf-8`, as Prometheus 2 does, if the page has `vllm_names`: the encoder would
+    write `_` for their colons, and vLLM's boards would find nothing.
     """
     try:
-        return choose_encoder(accept)
+        encode, content_type = choose_encoder(accept)
     except (TypeError, ValueError):  # a version that is no number
         return choose_encoder("")
+    escapes_colons = content_type.startswith("application/openmetrics-text") and (
+        "escaping=allow-utf-8" not in content_type
+    )
+    if vllm_names and escapes_colons:
+        return choose_encoder("")
+    return encode, content_type
 
 
 class _Answer(NamedTuple):
@@ -59,8 +69,8 @@ class Exporter:
     ) -> None:
         self._labels = labels
         self._read_rows = read_rows
-        vllm_names = "vllm" in settings.metrics_compat
-        self._registry = build_registry(MetricsPage(labels, read_rows, vllm_names))
+        self._vllm_names = "vllm" in settings.metrics_compat
+        self._registry = build_registry(MetricsPage(labels, read_rows, self._vllm_names))
         self._first_port = settings.metrics_port
         self._host = settings.metrics_host
         self._server: asyncio.Server | None = None
@@ -93,7 +103,7 @@ class Exporter:
         `accept` is the request's header of that name; empty: Prometheus' text. Raises what
         `read_rows` raises, and KeyError or AssertionError for a row that is not in the catalogue.
         """
-        encode, content_type = _choose_encoder(accept)
+        encode, content_type = _choose_encoder(accept, vllm_names=self._vllm_names)
         return content_type, encode(self._registry)
 
     def render_with(self, more_rows: list[MetricRow], accept: str = "") -> tuple[str, bytes]:
@@ -101,7 +111,7 @@ class Exporter:
 
         vLLM's names are exported, too, whatever the settings say.
         """
-        encode, content_type = _choose_encoder(accept)
+        encode, content_type = _choose_encoder(accept, vllm_names=True)
         page = MetricsPage(self._labels, lambda: [*self._read_rows(), *more_rows], vllm_names=True)
         return content_type, encode(build_registry(page))
 

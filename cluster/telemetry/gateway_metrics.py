@@ -13,24 +13,26 @@ from typing import TYPE_CHECKING
 
 from ...kv_transfer.statistics import Histogram
 from ...protos import frames
+from ...protos.targets import parse_cached
 from ...router.goodput import p99
 from .page import MetricRow
 from .vllm_metrics import VllmTally
 
 if TYPE_CHECKING:
-    from ..config import ClusterConfig
+    from ..config import ClassSettings, ClusterConfig, TenantTargets
     from ..gateway.apis.ignored_fields import IgnoredKind
     from ..gateway.attempt.request import Request
     from ..gateway.text.formats.parts import CallFlaw
 
 # Upper bounds of buckets, in seconds or tokens. Those of TTFT (time to the first token) and ITL
-# (gaps between tokens) get one more: the configured target, or the fixed part of a target for TTFT
-# that depends on the prompt, as `max(1s, 3x)` does.
+# (gaps between tokens) get one more for each target that is configured, of classes and tenants too,
+# or for the fixed part of a target for TTFT that depends on the prompt, as `max(1s, 3x)` does.
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0)
 ITL_S = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 E2E_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0)
 TOKENS = tuple(2.0**power for power in range(18))
 
+TARGETS_MAX = 16  #: Targets that have a bucket of their own; each is a time series of each class.
 CLASSES_MAX = 16  #: Classes that have histograms of their own; each is many time series.
 OTHER_CLASS = "other"  #: Stands for classes beyond `CLASSES_MAX`, or not in the configuration.
 CODE_CLIENT_LEFT = 499  #: The client went away before the answer's end.
@@ -54,8 +56,14 @@ class GatewayTally:
     """
 
     def __init__(self, config: ClusterConfig, classes: list[str]) -> None:
-        ttft_bounds = _with_target(TTFT_S, config.slo.ttft_target.least_s)
-        itl_bounds = _with_target(ITL_S, config.slo.itl_ms / 1e3)
+        groups: list[ClassSettings | TenantTargets] = [
+            *config.router.classes.values(),
+            *config.slo.tenants.values(),
+        ]
+        ttft_targets_s = [parse_cached(group.ttft).least_s for group in groups if group.ttft]
+        itl_targets_s = [group.itl_ms / 1e3 for group in groups if group.itl_ms]
+        ttft_bounds = _with_targets(TTFT_S, [config.slo.ttft_target.least_s, *ttft_targets_s])
+        itl_bounds = _with_targets(ITL_S, [config.slo.itl_ms / 1e3, *itl_targets_s])
         bounds_by_metric = {
             "request_ttft_seconds": ttft_bounds,
             "request_itl_seconds": itl_bounds,
@@ -193,10 +201,11 @@ def outcome_of(request: Request, reason: str) -> frames.RequestOutcome:
     )
 
 
-def _with_target(bounds: tuple[float, ...], target: float) -> tuple[float, ...]:
-    """Add a bucket that ends at `target`, so that attainment is read and not interpolated.
+def _with_targets(bounds: tuple[float, ...], targets: list[float]) -> tuple[float, ...]:
+    """Add buckets that end at `targets`, so that attainment is read and not interpolated.
 
-    `target` is the fixed part of a target that depends on the prompt. A target without a fixed part
-    (0), such as `3x`, gets no bucket.
+    Of a target that depends on the prompt, `targets` has the fixed part. A target without a fixed
+    part (0), such as `3x`, gets no bucket. Nor do those after the first `TARGETS_MAX`.
     """
-    return tuple(sorted({*bounds, target})) if target else bounds
+    distinct_targets = list(dict.fromkeys(target for target in targets if target))
+    return tuple(sorted({*bounds, *distinct_targets[:TARGETS_MAX]}))

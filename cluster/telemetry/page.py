@@ -28,8 +28,9 @@ from .catalogue import (
     MetricDefinition,
 )
 
-#: At most so many values of a label are named if they come from outside (tenants, peers, reasons).
-#: The rest are added up as `other`, so that nobody can fill Prometheus' memory.
+#: At most so many values of a label are named if they come from outside (peers, reasons); tenants
+#: and classes are limited where they are counted. The rest are added up as `other`, so that nobody
+#: can fill Prometheus' memory.
 LABEL_VALUES_MAX = 64
 #: All metrics with vLLM's names.
 VLLM_DEFINITIONS = VLLM_METRICS | VLLM_PAGE_METRICS

@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ...protos.frames import WorkerCard
+
+
+class KnownRouters:
+    """The statistics of each model's router, as it last told them.
+
+    While a router does not answer, the gateways that only it names are still to be scraped: they
+    count the requests that fail meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._statistics_by_model: dict[str, dict[str, Any]] = {}
+
+    def update(self, answers: Mapping[str, dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Return the latest statistics of each model's router that has told any.
+
+        `answers` are by model; None where the router did not answer. Other models are forgotten.
+        """
+        latest = {
+            model: self._statistics_by_model.get(model) if answer is None else answer
+            for model, answer in answers.items()
+        }
+        self._statistics_by_model = {
+            model: statistics for model, statistics in latest.items() if statistics is not None
+        }
+        return list(self._statistics_by_model.values())
 
 
 def scrape_targets(

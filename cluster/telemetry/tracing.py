@@ -148,6 +148,17 @@ def _error_type(reason: str) -> str:
     return "" if reason in SUCCESSFUL_REASONS else reason
 
 
+def _attempt_error_type(reason: str) -> str:
+    """Return what marks a worker's span as failed, as `_error_type`.
+
+    An attempt that is handed over has not failed: another worker goes on with it. An engine's own
+    message becomes `engine_error`, as a backend groups spans by this attribute.
+    """
+    if reason == frames.HANDOVER:
+        return ""
+    return _error_type(reason) if reason.replace("_", "").isalnum() else "engine_error"
+
+
 def end_span(span: Span, error_type: str = "") -> None:
     """End a span; with an `error_type` it is marked as failed."""
     from opentelemetry.trace import Status, StatusCode
@@ -278,7 +289,7 @@ class WorkerSpans:
                 )
                 self._begin_decode(key, attempt)
             case frames.AttemptFailed(key, reason=reason):
-                self.end_attempt(key, reason)
+                self.end_attempt(key, _attempt_error_type(reason))
 
     def _handle_tokens(self, attempt: AttemptSpan, answer_tokens: frames.AnswerTokens) -> None:
         """Follow an attempt by new tokens of one of its answers."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .page import MetricRow, limit_label_values
+from .page import LABEL_VALUES_MAX, MetricRow, limit_label_values
 
 MINIMUM_KV_BYTES = 1 << 20  #: Of KV on rank 0 since the last comparison: less says nothing.
 #: TCP bytes from which KV came over TCP, as a share of that KV.
@@ -38,6 +38,42 @@ STEP_PHASES = ("prefill", "decode")  #: Steps with prefill in them, and those wi
 
 
 @dataclass(slots=True)
+class PeerTotals:
+    """Bytes of KV by peer, of whom at most `LABEL_VALUES_MAX` at a time have a name on the page.
+
+    The rest are `other`. Whoever is among them stays there, and what they sent counts on when they
+    have left: Prometheus would take a sum that falls for one that began anew.
+    """
+
+    _named_peers: set[str] = field(default_factory=set)
+    _other_peers: dict[str, int] = field(default_factory=dict)  #: Their bytes that are counted.
+    _other_bytes: int = 0
+
+    def count(self, received: dict[str, int]) -> dict[str, int]:
+        """Return the bytes so far by name, `other` among them if anybody has been one of those.
+
+        `received` are the bytes so far of each peer that is there. The peers that have sent most
+        get the free names.
+        """
+        self._named_peers.intersection_update(received)
+        for peer in self._other_peers.keys() - received.keys():
+            del self._other_peers[peer]
+        for peer in sorted(received, key=lambda peer: -received[peer]):
+            if peer in self._named_peers:
+                continue
+            if peer not in self._other_peers and len(self._named_peers) < LABEL_VALUES_MAX:
+                self._named_peers.add(peer)
+                continue
+            new_bytes = received[peer] - self._other_peers.get(peer, 0)
+            self._other_bytes += new_bytes if new_bytes >= 0 else received[peer]
+            self._other_peers[peer] = received[peer]
+        totals = {peer: received[peer] for peer in received if peer in self._named_peers}
+        if self._other_bytes:
+            totals["other"] = self._other_bytes
+        return totals
+
+
+@dataclass(slots=True)
 class TransportDetector:
     """Finds out whether KV came over TCP, by comparing the KV with the TCP bytes that arrived.
 
@@ -46,6 +82,8 @@ class TransportDetector:
 
     #: Returns the bytes that came over this process's open TCP connections; None: unknown.
     tcp_received: Callable[[], int | None]
+    #: What the same page says of the same peers.
+    peer_totals: PeerTotals = field(default_factory=PeerTotals)
     #: At the last comparison, with what came since then while no KV did.
     _previous_tcp_bytes: int = 0
     _previous_kv_bytes: Counter[str] = field(default_factory=Counter)  #: The same, by worker.
@@ -61,7 +99,8 @@ class TransportDetector:
         until the last comparison has no entry.
 
         With less than `MINIMUM_KV_BYTES` on rank 0, from all workers together, or while the TCP
-        bytes are unknown, there is no comparison: the next one counts from the last one.
+        bytes are unknown, there is no comparison: the next one counts from the last one. Where they
+        have fallen, as a connection has closed, the next one counts from now.
         """
         tcp_bytes = self.tcp_received()
         if tcp_bytes is not None:
@@ -76,7 +115,7 @@ class TransportDetector:
         new_tcp_bytes = tcp_bytes - self._previous_tcp_bytes
         uses_tcp = new_tcp_bytes >= TCP_SHARE_MINIMUM * rank_kv_bytes
         for worker, kv_bytes in new_kv_bytes.items():
-            if kv_bytes:
+            if kv_bytes and new_tcp_bytes >= 0:
                 self._uses_tcp[worker] = uses_tcp
         self._previous_tcp_bytes = tcp_bytes
         self._previous_kv_bytes = Counter(received)
@@ -163,7 +202,7 @@ def _peer_rows(
     """
     transport = transfer["transport"]
     received = transfer["received_from"]
-    bytes_by_peer = limit_label_values(received)
+    bytes_by_peer = detector.peer_totals.count(received)
     for peer, received_bytes in bytes_by_peer.items():
         yield MetricRow("kv_peer_bytes_total", received_bytes, {"peer": peer})
     uses_tcp: dict[str, bool] = {}

@@ -91,7 +91,9 @@ def _legend(labels: str, what: str = "") -> str:
 
 
 #: States of KV blocks that no sequence needs: those of all other states are in use.
-HELD = "free|cached"
+UNUSED = "free|cached"
+#: States that a block has beside one of the others: sums over blocks leave them out.
+ADDITIONAL = "quarantined|orphaned"
 #: Matches first tokens that came later than predicted.
 LATE = 'side="late", model=~"$model"'
 #: By file name: the title, and the panels from the top left on.
@@ -175,14 +177,16 @@ BOARDS: dict[str, tuple[str, list[Panel]]] = {
                 "percentunit",
                 (
                     (
-                        f'sum by (pool, replica) (diptych_kv_blocks{{state!~"{HELD}", {OF_MODEL}}})'
-                        f" / sum by (pool, replica) (diptych_kv_blocks{{{OF_MODEL}}})",
+                        "sum by (pool, replica) "
+                        f'(diptych_kv_blocks{{state!~"{UNUSED}|{ADDITIONAL}", {OF_MODEL}}}) / '
+                        "sum by (pool, replica) "
+                        f'(diptych_kv_blocks{{state!~"{ADDITIONAL}", {OF_MODEL}}})',
                         "{{pool}} {{replica}}",
                     ),
                 ),
             ),
             Panel("Step", "s", quantiles("step_duration_seconds", "phase")),
-            Panel("Rows of a step", "short", quantiles("batch_tokens", "pool")),
+            Panel("Tokens of a step", "short", quantiles("batch_tokens", "pool")),
             Panel("Prompt tokens computed", "short", rate("prefill_tokens_total", "pool")),
             Panel("Preemptions", "ops", rate("preemptions_total", "pool, replica")),
             Panel("Verified guesses", "short", rate("draft_tokens_total", "pool, result")),

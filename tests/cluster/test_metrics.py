@@ -30,7 +30,7 @@ from diptych.cluster.telemetry.page import (
     cumulative_buckets,
     limit_label_values,
 )
-from diptych.cluster.telemetry.targets import scrape_targets
+from diptych.cluster.telemetry.targets import KnownRouters, scrape_targets
 from diptych.cluster.telemetry.vllm_metrics import cluster_rows
 from diptych.cluster.telemetry.worker_metrics import (
     MINIMUM_KV_BYTES,
@@ -230,6 +230,23 @@ def test_a_format_that_cannot_be_understood_gets_the_usual_page(accept: str) -> 
         assert b"diptych_request_ttft_seconds_count{" in page
 
 
+def test_vllm_s_names_keep_their_colons_in_the_format_that_prometheus_2_asks_for() -> None:
+    accept = (
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;"
+        "q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    )
+    newer = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6"
+    exporter = Exporter(BOTH, BASE, lambda: gateway().rows(0, 0, 0))
+    plain = Exporter(ObservabilitySettings(), BASE, lambda: gateway().rows(0, 0, 0))
+    for asked in (accept, newer, "application/openmetrics-text"):
+        for _, page in (exporter.render(asked), plain.render_with([], asked)):
+            assert b"\nvllm:time_to_first_token_seconds_bucket{" in page, asked
+            assert b"vllm_" not in page, asked
+    # Pages without a colon in a name go out as they are asked for.
+    for type_asked in (plain.render(accept)[0], exporter.render(newer)[0]):
+        assert type_asked.startswith("application/openmetrics-text")
+
+
 def test_a_gateway_asks_the_cluster_once_for_scrapes_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +311,21 @@ def test_the_gap_behind_a_client_s_return_is_not_the_first_of_its_answer() -> No
     assert seen["diptych_request_first_gap_seconds_count", mine] == 0
     assert seen["diptych_request_itl_seconds_count", mine] == 2
     assert seen["diptych_request_ttft_seconds_sum", mine] == pytest.approx(0.5)
+
+
+def test_buckets_end_at_the_targets_of_classes_and_tenants_too() -> None:
+    tree = {
+        "slo": {"ttft": "3x", "itl_ms": 77, "tenants": {"acme": {"ttft": "max(321ms, 2x)"}}},
+        "router": {"classes": {"chat": {"itl_ms": 33}, "batch": {"ttft": "45s", "itl_ms": 77}}},
+    }
+    tally = GatewayTally(ClusterConfig.model_validate(tree), ["chat", "batch"])
+    rows = {row.name: row.value for row in tally.rows(0, 0, 0)}
+    assert {"0.321", "45.0"} <= rows["request_ttft_seconds"].keys()  # type: ignore[union-attr]
+    assert {"0.077", "0.033"} <= rows["request_itl_seconds"].keys()  # type: ignore[union-attr]
+    many = {f"t{number}": {"itl_ms": 1000 + number} for number in range(100)}
+    crowd = GatewayTally(ClusterConfig.model_validate({"slo": {"tenants": many}}), ["chat"])
+    values = next(row.value for row in crowd.rows(0, 0, 0) if row.name == "request_itl_seconds")
+    assert len(values) < 40, "tenants do not fill Prometheus' memory"  # type: ignore[arg-type]
 
 
 def test_a_class_that_nobody_configured_counts_as_other() -> None:
@@ -403,6 +435,41 @@ def test_heartbeats_of_a_night_without_kv_are_not_taken_for_kv() -> None:
     assert detector.workers_using_tcp({"a": 6 * mib}, 1) == {"a": True}
 
 
+def test_a_connection_that_closes_is_no_sign_that_kv_came_by_another_way() -> None:
+    mib = MINIMUM_KV_BYTES
+    tcp = {"bytes": 50 * mib}
+    detector = TransportDetector(lambda: tcp["bytes"])
+    assert detector.workers_using_tcp({"a": 40 * mib}, 1) == {"a": True}
+    tcp["bytes"] = 10 * mib  # one that had received 45 closed, and 5 came over another
+    assert detector.workers_using_tcp({"a": 45 * mib}, 1) == {"a": True}
+    tcp["bytes"] = 15 * mib
+    assert detector.workers_using_tcp({"a": 50 * mib}, 1) == {"a": True}
+    assert detector.workers_using_tcp({"a": 60 * mib}, 1) == {"a": False}
+
+
+def test_the_bytes_of_peers_never_fall_whoever_comes_goes_or_sends_more() -> None:
+    statistics, detector = worker_statistics(), TransportDetector(lambda: 0)
+    received = {f"p/{number}": 100 + number for number in range(LABEL_VALUES_MAX + 6)}
+
+    def totals() -> dict[str, float]:
+        statistics["transfer"]["received_from"] = dict(received)
+        rows = worker_rows(statistics, detector, 1)
+        return {r.labels["peer"]: r.value for r in rows if r.name == "kv_peer_bytes_total"}
+
+    first = totals()
+    assert len(first) == LABEL_VALUES_MAX + 1
+    assert first["other"] == 100 + 101 + 102 + 103 + 104 + 105
+    received["p/0"] += 1000  # now the largest
+    second = totals()
+    assert second.keys() == first.keys() and second["other"] == first["other"] + 1000
+    del received["p/1"], received["p/69"]  # one of the others, and one with a name
+    received["p/new"] = 7
+    third = totals()
+    assert third["other"] == second["other"] and third["p/new"] == 7 and "p/69" not in third
+    received["p/1"] = 30  # it has come back
+    assert totals()["other"] == second["other"] + 30
+
+
 def test_peers_without_a_label_of_their_own_show_that_one_of_them_uses_tcp() -> None:
     statistics = worker_statistics()
     detector = TransportDetector(lambda: MINIMUM_KV_BYTES)
@@ -449,6 +516,14 @@ def test_targets_are_grouped_by_part_and_without_those_that_have_none() -> None:
     assert gateways["targets"] == ["h:6"], "once, though each router names it"
     assert routers["targets"] == ["h:5", "h:7"]
     assert scrape_targets("h:9", [], []) == [{"targets": ["h:9"], "labels": {"part": "control"}}]
+
+
+def test_the_targets_that_a_router_has_named_stay_while_it_does_not_answer() -> None:
+    known = KnownRouters()
+    first, second = {"metrics": "a:1", "gateways": []}, {"metrics": "b:1", "gateways": []}
+    assert known.update({"a": first, "b": None}) == [first]
+    assert known.update({"a": None, "b": second}) == [first, second]
+    assert known.update({"b": None}) == [second], "a model that was removed is forgotten"
 
 
 def test_the_exporter_listens_where_the_configuration_says() -> None:

@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from diptych.cluster.config import ObservabilitySettings
@@ -96,6 +98,41 @@ def test_failures_are_said_and_nothing_is_left_open() -> None:
         failed = sorted(span.failed for span in collector.spans)
     said = ["gateway_gone", "gateway_gone", "kv_checksum", "queue_full"]
     assert failed == ["", "", *said], "a client that leaves is no failure"
+
+
+@pytest.mark.parametrize(
+    ("reason", "error_type"),
+    [
+        (f.HANDOVER, None),
+        ("no_capacity", "no_capacity"),
+        ("RuntimeError: the engine's own words, 4711 of them", "engine_error"),
+    ],
+)
+def test_an_attempt_that_is_handed_over_has_not_failed(reason: str, error_type: str | None) -> None:
+    class FakeSpan:
+        def __init__(self) -> None:
+            self.attributes: dict[str, object] = {}
+
+        def set_attributes(self, attributes: dict[str, object]) -> None:
+            self.attributes |= attributes
+
+        def set_attribute(self, name: str, value: object) -> None:
+            self.attributes[name] = value
+
+        def set_status(self, status: object) -> None:
+            self.attributes["status"] = status
+
+        def end(self) -> None:
+            self.attributes["ended"] = True
+
+    span = FakeSpan()
+    fake_tracer: Any = SimpleNamespace(start_span=lambda *_: span)
+    spans = WorkerSpans(fake_tracer, "decode/1")
+    spans.begin("g", f.StartDecode(("r", 0), 1, [1], f.Sampling(8), "p", trace=SAMPLED))
+    spans.handle_reply(f.AttemptFailed(("r", 0), "decode/1", reason))
+    assert span.attributes["ended"]
+    assert span.attributes.get("error.type") == error_type
+    assert ("status" in span.attributes) == (error_type is not None)
 
 
 def test_a_collector_that_does_not_answer_holds_no_process_up(

@@ -75,6 +75,70 @@ def test_values_are_typed_by_the_configuration(override: dict[str, Any], told: s
         render.render(override)
 
 
+def groups_of(**changes: Any) -> list[dict[str, Any]]:
+    """The values' only group, changed."""
+    memory = {"requests": {"memory": "6Gi"}, "limits": {"memory": "6Gi"}}
+    slots = {"prefill": 1, "decode": 1, "gateway": 1}
+    return [{"name": "all", "pods": 1, "slots": slots, "resources": memory, **changes}]
+
+
+def container_of(text: str) -> dict[str, Any]:
+    """The container of the first group's pod."""
+    (group, *_) = service(text)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    return group["template"]["spec"]["containers"][0]
+
+
+def test_a_node_of_its_own_comes_beside_the_affinity_of_the_values() -> None:
+    term = {"topologyKey": "zone", "labelSelector": {"matchLabels": {"app": "noisy"}}}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    preferred = [{"weight": 1, "podAffinityTerm": term}]
+    apart = {required: [term], "preferredDuringSchedulingIgnoredDuringExecution": preferred}
+    affinity = {"podAntiAffinity": apart}
+    text = render.render({"groups": groups_of(affinity=affinity, ownNode=True)})
+    (group,) = service(text)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    made = group["template"]["spec"]["affinity"]["podAntiAffinity"]
+    theirs, own = made.pop(required)
+    assert theirs == term and own["topologyKey"] == "kubernetes.io/hostname"
+    assert own["labelSelector"]["matchLabels"]["app.kubernetes.io/part-of"] == "diptych"
+    assert made == {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
+    assert validate.problems(text, FOLDER) == []
+
+
+def test_a_group_s_variable_replaces_the_chart_s_own() -> None:
+    env = {"OMP_NUM_THREADS": "4", "RAY_LOG_TO_STDERR": "0", "MINE": "x"}
+    text = render.render({"groups": groups_of(env=env)})
+    entries = [(entry["name"], entry.get("value")) for entry in container_of(text)["env"]]
+    assert {name: value for name, value in entries if name in env} == env
+    assert len(entries) == len(dict(entries)), "each name once, or the API server refuses the pod"
+    assert validate.problems(text, FOLDER) == []
+
+
+@pytest.mark.parametrize("name", ["DIPTYCH_SECRET", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"])
+def test_a_group_may_not_have_words_of_its_own(name: str) -> None:
+    with pytest.raises(helm_python.HelmRenderError, match=f"may not have {name}"):
+        render.render({"groups": groups_of(env={name: "x"})})
+
+
+@pytest.mark.parametrize(
+    ("amount", "allowed"),
+    [("64Ki", True), ("64k", True), ("1.5Gi", True), ("64ki", False), ("64K", False)],
+)
+def test_amounts_are_those_that_kubernetes_knows(amount: str, allowed: bool) -> None:
+    resources = {"requests": {"memory": amount}, "limits": {"memory": amount}}
+    chosen = {"groups": groups_of(resources=resources)}
+    if allowed:
+        assert container_of(render.render(chosen))["resources"] == resources
+    else:
+        with pytest.raises(helm_python.HelmError, match="memory"):
+            render.render(chosen)
+
+
+@pytest.mark.parametrize("name", ["head", "all"])
+def test_groups_have_names_of_their_own(name: str) -> None:
+    with pytest.raises(helm_python.HelmRenderError, match=f"{name} is taken"):
+        render.render({"groups": [*groups_of(), *groups_of(name=name)]})
+
+
 def test_every_field_of_the_configuration_is_a_value_or_decided_elsewhere() -> None:
     fields = ClusterConfig.model_json_schema()
     sections = {"ClusterConfig": fields, **fields["$defs"]}
@@ -158,6 +222,30 @@ def test_ranks_of_a_replica_share_its_bundles() -> None:
     bundles = deployments["DecodeWorker"]["placement_group_bundles"]
     assert bundles == [{"CPU": 0.01, "decode": 1, "GPU": 4}, *[{"CPU": 0.01}] * 3]
     assert "placement_group_bundles" not in deployments["PrefillWorker"]
+
+
+def test_workers_that_host_vllm_run_in_vllm_s_environment() -> None:
+    """Serve takes the config's options of an actor instead of the builder's, and merges nothing."""
+    engine = {"kind": "vllm", "python": "/opt/vllm/bin/python"}
+    pools = {"decode": {"engine": {"threads": 3}}}
+    transfer = {"transport": "tcp"}
+    text = render.render({"config": {"engine": engine, "pools": pools, "kv_transfer": transfer}})
+    applications = yaml.safe_load(service(text)["spec"]["serveConfigV2"])["applications"]
+    environments = {
+        deployment["name"]: deployment["ray_actor_options"].get("runtime_env")
+        for application in applications
+        for deployment in application["deployments"]
+    }
+    python = "/opt/vllm/bin/python"
+    assert environments == {
+        "Gateway": None,
+        "Router": None,
+        "PrefillWorker": {"env_vars": {"OMP_NUM_THREADS": "1"}, "py_executable": python},
+        "DecodeWorker": {"env_vars": {"OMP_NUM_THREADS": "3"}, "py_executable": python},
+    }
+    assert validate.problems(text, FOLDER) == []
+    (problem,) = validate.problems(text.replace('"OMP_NUM_THREADS":"3"', ""), FOLDER)
+    assert "DecodeWorker has runtime_env" in problem
 
 
 def test_versions_and_constants_agree_with_the_code() -> None:

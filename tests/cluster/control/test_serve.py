@@ -9,21 +9,27 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from diptych.cluster.applications import model_applications
 from diptych.cluster.config import ClusterConfig
+from diptych.cluster.control.autopilot import planner_config
 from diptych.cluster.control.kuberay import KubeRayPools
+from diptych.cluster.control.operations import Operations
 from diptych.cluster.control.rayservice import SCALED_ANNOTATION, VALUES_ANNOTATION
 from diptych.cluster.control.serve import (
     PoolObservation,
     ScaleError,
     pool_observations,
     with_replica_counts,
+    with_values_replicas,
 )
+from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.launch.checkpoint import find_checkpoint
 from diptych.cluster.launch.local_cluster import PreparedModel, serve_applications
+from diptych.cluster.telemetry import ControlTally
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
 
@@ -112,9 +118,11 @@ def test_replicas_are_sorted_by_what_serve_says_of_them() -> None:
     broken = {**worker, "replicas": [], "status": "UNHEALTHY", "message": "Trace\n  no memory\n"}
     deployments = {"PrefillWorker": worker, "DecodeWorker": broken}
     seen = pool_observations({"applications": {MODEL: {"deployments": deployments}}}, MODEL)
-    assert seen["prefill"] == (4, ["r0", "r4"], ["r1", "r2"], ["r3"], "")
+    assert seen["prefill"] == PoolObservation(4, ["r0", "r4"], ["r1", "r2"], ["r3"], "")
     assert seen["decode"].message == "no memory"
-    assert pool_observations({"applications": {}}, MODEL)["decode"] == (0, [], [], [], "")
+    assert pool_observations({"applications": {}}, MODEL)["decode"] == PoolObservation(
+        0, [], [], [], ""
+    )
 
 
 def test_a_replica_on_a_draining_node_serves_until_its_successor_runs() -> None:
@@ -127,7 +135,7 @@ def test_a_replica_on_a_draining_node_serves_until_its_successor_runs() -> None:
     seen = pool_observations(
         {"applications": {MODEL: {"deployments": {"DecodeWorker": worker}}}}, MODEL
     )
-    assert seen["decode"] == (2, ["r0", "r1"], ["r2"], [], "")
+    assert seen["decode"] == PoolObservation(2, ["r0", "r1"], ["r2"], [], "")
 
 
 # ---- KubeRay -------------------------------------------------------------------------------------
@@ -278,6 +286,33 @@ def follow(pools: KubeRayPools) -> list[tuple[str, str]]:
     actions: list[tuple[str, str]] = []
     asyncio.run(pools.follow_once(lambda what, about: actions.append((what, about))))
     return actions
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed", "refused"),
+    [(4, {4, 5}, {3, 1}), (2, {2, 3}, {1}), (100, {99, 100}, {101, 1})],
+)
+def test_on_kuberay_the_values_counts_are_those_that_a_pool_was_started_with(
+    kubernetes: Kubernetes, pools: KubeRayPools, values: int, allowed: set[int], refused: set[int]
+) -> None:
+    config = ClusterConfig.model_validate({"pools": {"prefill": {"min_replicas": 4}}})
+    kubernetes.annotations[VALUES_ANNOTATION] = json.dumps({"prefill": values, "decode": 2})
+    kubernetes.groups[0]["resources"] = {"prefill": "200", "decode": "200"}
+
+    async def run() -> None:
+        await pools.follow_once(lambda *_: None)
+        plane: Any = SimpleNamespace()
+        operations = Operations(config, plane=plane, pool_scaler=pools, tally=ControlTally())
+        for count in sorted(allowed):
+            await operations.scale({"prefill": count}, dry_run=True)
+        for count in sorted(refused):
+            with pytest.raises(ApiError, match=f"prefill={count}: the configuration allows"):
+                await operations.scale({"prefill": count}, dry_run=True)
+        started = with_values_replicas(config, await pools.observe())
+        bounds = planner_config(started).pools["prefill"]
+        assert (bounds.minimum, bounds.limit) == (min(4, values), max(64, values))
+
+    asyncio.run(run())
 
 
 def test_an_order_outlives_what_the_operator_puts_to_serve(

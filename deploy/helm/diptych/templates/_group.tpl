@@ -1,3 +1,18 @@
+{{/* Affinity of a group's pods: the values', and with `ownNode` the term that keeps Diptych's other pods away. Arguments:
+     root, group. */}}
+{{- define "diptych.affinity" -}}
+{{- $affinity := .group.affinity | default dict | deepCopy -}}
+{{- if .group.ownNode -}}
+{{- $others := dict "matchLabels" (include "diptych.selector" .root | fromYaml) "matchExpressions" (list (dict "key" "app.kubernetes.io/component" "operator" "NotIn" "values" (list "head"))) -}}
+{{- $term := dict "topologyKey" "kubernetes.io/hostname" "labelSelector" $others -}}
+{{- $apart := get $affinity "podAntiAffinity" | default dict -}}
+{{- $required := "requiredDuringSchedulingIgnoredDuringExecution" -}}
+{{- $_ := set $apart $required (append (get $apart $required | default list) $term) -}}
+{{- $_ := set $affinity "podAntiAffinity" $apart -}}
+{{- end -}}
+{{- $affinity | toYaml -}}
+{{- end }}
+
 {{/* One worker group. Arguments: root, group. */}}
 {{- define "diptych.group" -}}
 {{- $root := .root -}}
@@ -41,23 +56,9 @@
       tolerations:
         {{- toYaml . | nindent 8 }}
       {{- end }}
-      {{- if or $group.affinity $group.ownNode }}
+      {{- with include "diptych.affinity" (dict "root" $root "group" $group) | fromYaml }}
       affinity:
-        {{- with $group.affinity }}
         {{- toYaml . | nindent 8 }}
-        {{- end }}
-        {{- if $group.ownNode }}
-        podAntiAffinity:
-          requiredDuringSchedulingIgnoredDuringExecution:
-          - topologyKey: kubernetes.io/hostname
-            labelSelector:
-              matchLabels:
-                {{- include "diptych.selector" $root | nindent 16 }}
-              matchExpressions:
-              - key: app.kubernetes.io/component
-                operator: NotIn
-                values: [head]
-        {{- end }}
       {{- end }}
       securityContext:
         {{- include "diptych.podSecurity" $root | nindent 8 }}

@@ -54,7 +54,8 @@ pools:
 {{- end }}
 {{- end }}
 
-{{/* One deployment of a pool in the Serve config: its replicas, and the slot each one takes. */}}
+{{/* One deployment of a pool in the Serve config: its replicas, and the slot each one takes. Serve takes these
+     ray_actor_options instead of the builder's (cluster/app.py), so the environment of vLLM's workers stands here, too. */}}
 {{- define "diptych.pool" -}}
 {{- $pool := get .root.Values.pools .pool -}}
 {{- if $pool.replicas }}
@@ -67,6 +68,14 @@ pools:
     num_gpus: {{ . }}
     {{- end }}
     resources: {{ dict .pool 1 | toJson }}
+    {{- if eq (dig "engine" "kind" "diptych" .root.Values.config) "vllm" }}
+    {{- $threads := dig "pools" .pool "engine" "threads" 1 .root.Values.config | int | toString }}
+    {{- $environment := dict "env_vars" (dict "OMP_NUM_THREADS" $threads) }}
+    {{- with dig "engine" "python" "" .root.Values.config }}
+    {{- $_ := set $environment "py_executable" . }}
+    {{- end }}
+    runtime_env: {{ $environment | toJson }}
+    {{- end }}
   {{- if gt $ranks 1 }}
   placement_group_strategy: STRICT_PACK
   placement_group_bundles:
@@ -86,7 +95,8 @@ pools:
 {{/* Where processes export their metrics: the first of the ports of a pod. */}}
 {{- define "diptych.metricsPort" -}}9400{{- end }}
 
-{{/* Processes of one pod of a group that export metrics. Argument: its slots. */}}
+{{/* Processes of one pod of a group that may export metrics. Argument: its slots. A pod with a gateway's slot may
+     have the router too. */}}
 {{- define "diptych.groupProcesses" -}}
 {{- $count := 0 -}}
 {{- range $pool := list "prefill" "decode" "gateway" -}}
@@ -176,27 +186,39 @@ applications:
   {{- include "diptych.pool" (dict "root" . "pool" "decode" "name" "DecodeWorker") | nindent 2 }}
 {{- end }}
 
-{{/* Environment of every Ray container. Arguments: root, group (may be nil). */}}
+{{/* Environment of every Ray container. A group's own variables replace those of the same name, but for the words that
+     processes prove themselves with. Arguments: root, group (may be nil). */}}
 {{- define "diptych.env" -}}
+{{- $own := dict -}}
+{{- with .group }}{{ $own = .env | default dict }}{{ end -}}
+{{- range $name := list "DIPTYCH_SECRET" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_AUTH_TOKEN_PATH" -}}
+{{- if hasKey $own $name -}}
+{{- fail (printf "groups[].env may not have %s: the Secret named by secretName has it, and ray.auth the mode" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- range $name, $value := .root.Files.Get "files/environment.yaml" | fromYaml }}
+{{- if not (hasKey $own $name) }}
 - name: {{ $name }}
   value: {{ $value | quote }}
 {{- end }}
+{{- end }}
 # Every process of a pod writes its log to the container's output, where `kubectl logs` finds it.
+{{- if not (hasKey $own "RAY_LOG_TO_STDERR") }}
 - name: RAY_LOG_TO_STDERR
   value: "1"
+{{- end }}
+{{- if not (hasKey $own "RAY_BACKEND_LOG_LEVEL") }}
 - name: RAY_BACKEND_LOG_LEVEL
   value: warning
+{{- end }}
 - name: DIPTYCH_SECRET
   valueFrom:
     secretKeyRef:
       name: {{ .root.Values.secretName }}
       key: secret
-{{- with .group }}
-{{- range $name, $value := .env }}
+{{- range $name, $value := $own }}
 - name: {{ $name }}
   value: {{ $value | quote }}
-{{- end }}
 {{- end }}
 {{- end }}
 

@@ -128,6 +128,7 @@ assert drawn(0.5) == allowed
 """
 
 
+@pytest.mark.slow
 def test_the_pages_sampling_parameter_works(tmp_path: Path) -> None:
     changes = changes_of("Add a sampling parameter")
     assert len({change.path for change in changes}) == 3
@@ -216,6 +217,7 @@ assert pinned({key: 2}) == (2, 2)
 """
 
 
+@pytest.mark.slow
 def test_the_pages_engine_option_works(tmp_path: Path) -> None:
     from .support.checkpoints import make
 

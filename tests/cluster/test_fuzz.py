@@ -108,6 +108,7 @@ def holds(gateway: StandIn, bodies: int, warm: int = WARM) -> None:
     assert answer["choices"][0]["message"]["content"] == ANSWER
 
 
+@pytest.mark.slow
 def test_malformed_bodies_get_a_sentence_and_leave_nothing_behind(gateway: StandIn) -> None:
     holds(gateway, 5000)
 

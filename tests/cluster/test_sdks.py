@@ -87,6 +87,7 @@ def test_langchain_is_told_in_a_sentence_what_is_wrong(chain: ChatOpenAI) -> Non
         chain.invoke(QUESTION, temperature=7)
 
 
+@pytest.mark.slow
 def test_litellm_gets_text_tools_schemas_and_usage(gateway: StandIn) -> None:
     if not LITELLM.exists():
         pytest.skip("litellm's dependencies exclude ours: `make build/litellm` installs it apart")

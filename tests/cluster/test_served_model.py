@@ -24,7 +24,7 @@ def served_model() -> ServedModel:
     text = SimpleNamespace(call_flaws=Counter())
     files: Any = SimpleNamespace(text=text, limits=SimpleNamespace(max_model_len=100))
     facilities: Any = SimpleNamespace(
-        door=SimpleNamespace(generating=lambda key, answers: nullcontext()),
+        door=SimpleNamespace(generating=lambda key, answers, call_answers: nullcontext()),
         capacity=SimpleNamespace(running_request=nullcontext),
         memory=SimpleNamespace(limits=AnswerLimits(), statistics=dict),
         tracer=None,

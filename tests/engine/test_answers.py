@@ -142,6 +142,7 @@ def answers_of(owner: Engine, later: dict | None = None) -> dict[str, dict[int, 
     raise AssertionError(owner.scheduler)
 
 
+@pytest.mark.slow
 def test_more_answers_than_the_pool_has_room_for_take_turns(checkpoint) -> None:
     folder, ids = checkpoint("llama"), rig.prompt(70)
     sampling = msgspec.structs.replace(SEEDED, n=24, max_tokens=80)

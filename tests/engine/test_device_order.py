@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,6 @@ from diptych.engine.commands import StagePrefix
 from diptych.engine.cpu_backend import CpuBackend
 from diptych.engine.decoder import Decoder
 from diptych.engine.engine import Engine
-from diptych.engine.pacing import StepWork
 from diptych.engine.sequence import BlocksFilled
 from diptych.protos.frames import Sampling
 
@@ -117,13 +117,13 @@ def test_a_step_that_draws_no_token_is_timed_until_the_device_has_done_it(
 ) -> None:
     """The time of the launch alone would teach the scheduler that prefill costs nothing."""
     owner, stream = lazy
-    learnt: list[StepWork] = []
+    learnt: list[float] = []
 
-    def observe_step(seconds: float, work: StepWork) -> None:
+    def account(plan: Any, batch: Any, seconds: float) -> None:
         assert not stream.waiting, "the device still computes the step"
-        learnt.append(work)
+        learnt.append(seconds)
 
-    monkeypatch.setattr(owner.scheduler, "observe_step", observe_step)
+    monkeypatch.setattr(owner, "_account", account)
     owner.add(request(owner, "one", prompt(300), Sampling(4)))
     assert owner.step() == []
     assert len(learnt) == 1

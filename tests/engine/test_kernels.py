@@ -245,7 +245,10 @@ def test_linears_give_a_row_the_same_bits_among_any_others(
         assert torch.equal(product(x[first : first + count]), whole[first : first + count])
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "qwen2"))],
+)
 def test_the_torch_backend_is_exact_as_well(
     checkpoint, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -13,6 +13,7 @@ from .support import needs_nixl
 LINUX = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory files are Linux's")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tcp", pytest.param("shm", marks=LINUX), pytest.param("nixl", marks=needs_nixl)]
 )

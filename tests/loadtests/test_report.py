@@ -164,6 +164,7 @@ def test_a_run_that_cannot_be_kept_is_not_begun(tmp_path: Path) -> None:
     assert done.returncode == 2 and "cannot write" in done.stderr
 
 
+@pytest.mark.slow
 def test_compare_takes_two_runs_and_nothing_else(tmp_path: Path) -> None:
     for name, seed in (("before", 0), ("after", 1)):
         (tmp_path / f"{name}.json").write_text(json.dumps(run(seed)))

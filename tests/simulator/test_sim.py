@@ -64,6 +64,7 @@ def test_equal_seeds_write_equal_logs_in_any_process(policy):
     assert int(said.split()[0]) == 1800  # asked, placed, ended
 
 
+@pytest.mark.slow
 def test_another_seed_writes_another_log():
     fleet, slo = h200()
     setting = Case(TRACE, fleet, slo).setting(Split.parse("6P2D"))
@@ -140,6 +141,7 @@ def test_a_dead_worker_loses_no_request():
     assert all(one.refusal_reason or one.ttft_s > 0 for one in found)
 
 
+@pytest.mark.slow
 def test_faults_cost_something():
     well = summarize(outcomes(rate=10.0, policy="round_robin"))
     ill = summarize(

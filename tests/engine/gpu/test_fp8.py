@@ -97,7 +97,11 @@ def logits(owner: Engine) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fields", "most"), [({"weights": "fp8"}, 0.1), ({"kv_dtype": "float8_e4m3fn"}, 0.1)]
+    ("fields", "most"),
+    [
+        pytest.param({"weights": "fp8"}, 0.1, marks=pytest.mark.slow),
+        ({"kv_dtype": "float8_e4m3fn"}, 0.1),
+    ],
 )
 def test_logits_stay_near(small: Callable[[str], Path], fields, most: float) -> None:
     folder = small("llama")

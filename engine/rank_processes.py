@@ -205,8 +205,9 @@ class RankProcesses:
     def check_alive(self, waited_s: float) -> None:
         """Raises RankLost if a rank ended, or if a step has taken `waited_s` and that is too long.
 
-        Called while a step runs as one launch on the GPU (a CUDA graph). The host waits in no
-        collective then, so nothing else notices a rank that is missing in its sums.
+        Called while the host waits for the GPU, as for a step that is one launch (a CUDA graph).
+        The host waits in no collective then, so nothing else notices a rank that is missing in its
+        sums.
         """
         for process in self.processes:
             if process.poll() is not None:

@@ -46,11 +46,12 @@ def _cpu() -> str:
 def _commit() -> str:
     """Returns the commit of the checkout that this file is in, with `+` if it has changes.
 
-    Empty when this file is in no checkout.
+    Files that git does not know do not count: results may be among them. Empty when this file is in
+    no checkout.
     """
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
-        return f"{commit}+" if _git("status", "-s") else commit
+        return f"{commit}+" if _git("status", "--short", "--untracked-files=no") else commit
     except (OSError, subprocess.CalledProcessError):
         return ""
 

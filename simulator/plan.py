@@ -172,7 +172,8 @@ def _fluid_rate(fleet: Fleet, splits: Splits, load: RequestClasses, slo: Slo) ->
     for (hardware, _), split in zip(fleet.pools, splits, strict=True):
         seconds = mean_request_seconds(hardware, load, slo.itl_s)
         prefill_rate += split.prefill / seconds.prefill_s
-        decode_rate += split.decode / seconds.decode_s
+        # Answers of one token have no decode step.
+        decode_rate += split.decode / seconds.decode_s if seconds.decode_s else inf
     return min(prefill_rate, decode_rate)
 
 

@@ -127,7 +127,8 @@ def serve(
     cluster = _prepare(config, flags, override or [], ray_address=ray_address)
 
     def report_progress(line: str) -> None:
-        typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            typer.echo(f"[{time.monotonic() - began:5.1f} s] {line}")
 
     for served in cluster.models:
         report_progress(f"model {served.checkpoint.name}: {served.checkpoint.folder}")

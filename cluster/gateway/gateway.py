@@ -107,7 +107,8 @@ class Gateway:
         stopping = [asyncio.ensure_future(server.stop(DRAIN_S)) for server in self._servers]
         if stopping:
             await asyncio.wait(stopping, timeout=DRAIN_S - CLOSE_S)
-        else:  # the answers go to Serve's proxies
+        else:  # Serve's proxies take the answers, and may still send requests
+            self.service.refuse_requests()
             await _wait_for_requests(self.service, DRAIN_S - CLOSE_S)
         await self._directory.stop()
         await self.service.end_requests()

@@ -23,6 +23,7 @@ from .answer_memory import AnswerMemory, limits_of
 from .apis.response_finder import ResponseFinder, answer_peer
 from .apis.response_store import ResponseStore
 from .apis.schema import Reading
+from .attempt.generator import draining_error
 from .capacity import GatewayCapacity
 from .edge.keys import AccessControl
 from .errors import ApiError
@@ -74,6 +75,7 @@ class GatewayService:
             self.door, self.capacity, memory=self.memory, peers=self.peers, tracer=self.tracer
         )
 
+        self._is_ending = False  #: No new request is taken.
         self._refused_codes = Counter[int]()  #: Of requests that no model was found for.
         self.metrics = Exporter(config.observability, {"model": ""}, self._metric_rows)
         self._inspecting = asyncio.Lock()  #: Pages that are asked for at once share one inspection.
@@ -102,6 +104,8 @@ class GatewayService:
 
     def find(self, name: str) -> ServedModel:
         """Returns the model of that name; of no name, the only one. Raises ApiError."""
+        if self._is_ending:
+            raise draining_error()
         for model in self.models.values():
             if name in model.names or (not name and len(self.models) == 1):
                 return model
@@ -139,6 +143,10 @@ class GatewayService:
         return model.give_answer(frame) if model else frames.AnswerTaken(frame.call_id)
 
     # ---- the process -----------------------------------------------------------------------------
+
+    def refuse_requests(self) -> None:
+        """Answers new requests with the error `draining`; those that run go on."""
+        self._is_ending = True
 
     async def end_requests(self) -> None:
         """Ends open answers with the error `draining`, which new requests get at once."""

@@ -126,13 +126,17 @@ class Claim:
 
 
 def _is_of_this_user(folder: Path) -> bool:
-    """Return whether the folder is this user's, and nobody else can write there.
+    """Return whether the folder is this user's; if so, nobody else can write there from now on.
 
-    In /tmp anybody could have made it, with links in it to files of this user.
+    In /tmp anybody could have made it, with links in it to files of this user. Earlier versions
+    made it with the user's mask, which may let a group write there.
     """
     status = folder.lstat()
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not writable
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        return False
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        folder.chmod(0o700)
+    return True
 
 
 def _open_lock(file: Path) -> IO[str]:

@@ -310,6 +310,8 @@ def test_later_turns_that_failed_are_counted_and_rank_last() -> None:
     assert ours["ttft_p99_ratio"] is None
     document = {**PAGE, "chats": [ours, peer]}
     assert "| 1M | 10 | 9 | failed | failed | - | - |" in markdown(document)
+    nothing = _chat_rows([layout_runs("1M", [answer()])])
+    assert "| 1M | 0 | 0 | - | - | - | - |" in markdown({**PAGE, "chats": nothing})
 
 
 def test_ratios_pair_requests_and_name_the_best_peer() -> None:

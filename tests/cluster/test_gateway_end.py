@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from diptych.cluster.gateway import gateway as gateway_module
+from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.gateway import Gateway
+from diptych.cluster.gateway.service import GatewayService
 
 
 class Service:
@@ -17,6 +19,10 @@ class Service:
     def __init__(self) -> None:
         self.running = 1
         self.running_at_the_end: int | None = None
+        self.refuses = False
+
+    def refuse_requests(self) -> None:
+        self.refuses = True
 
     async def end_requests(self) -> None:
         self.running_at_the_end = self.running
@@ -42,10 +48,18 @@ def test_running_answers_are_waited_for_where_serve_s_proxies_listen(
         ending = asyncio.ensure_future(Gateway._end(gateway))
         for _ in range(5):
             await asyncio.sleep(0)
-        assert service.running_at_the_end is None
+        assert service.running_at_the_end is None and service.refuses
         if ends_in_time:
             service.running = 0
         await asyncio.wait_for(ending, 5)
         assert service.running_at_the_end == service.running
 
     asyncio.run(test())
+
+
+def test_a_gateway_that_ends_refuses_new_requests() -> None:
+    service: Any = SimpleNamespace(models={})
+    GatewayService.refuse_requests(service)
+    with pytest.raises(ApiError, match="shutting down") as refused:
+        GatewayService.find(service, "")
+    assert refused.value.reason == "draining"

@@ -8,12 +8,15 @@ import msgspec
 import pytest
 import yaml
 from diptych.cluster.config import ClusterConfig, load_config
+from diptych.simulator.bound import classify_requests, mean_request_seconds
 from diptych.simulator.case import InlineExecutor
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Fleet, Split
 from diptych.simulator.intervals import share_interval
+from diptych.simulator.metrics import Slo
 from diptych.simulator.plan import (
     Contest,
+    _fluid_rate,
     choose_layout,
     cluster_yaml,
     compare_layouts,
@@ -35,6 +38,13 @@ def planned(fleets, demand):
     return plan_layouts(
         [FleetOption(name, fleet) for name, fleet in fleets], demand, 1, said.append
     ), said
+
+
+def test_answers_of_one_token_leave_the_rate_to_prefill():
+    load = classify_requests(load_trace("poisson:100-200:1-1:20"))
+    fleet, slo = Fleet(((SIMPLE, 2),)), Slo.parse("ttft=5s,itl=50ms")
+    prefill_s = mean_request_seconds(SIMPLE, load, slo.itl_s).prefill_s
+    assert _fluid_rate(fleet, (Split.parse("1P1D"),), load, slo) == 1 / prefill_s
 
 
 @pytest.mark.slow

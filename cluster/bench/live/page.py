@@ -56,7 +56,8 @@ def _rows_table(document: Mapping[str, Any]) -> list[str]:
             str(row["requests"]),
             str(row["failed"]),
             _number(row["done_per_s"]["value"]),
-            f"{_ttft(ttft['p50']['value'], 2)} / {_ttft(ttft['p99']['value'], 2)}",
+            f"{_ttft(ttft['p50']['value'], row['failed'], 2)} / "
+            f"{_ttft(ttft['p99']['value'], row['failed'], 2)}",
             _number(row["itl_ms"]["p99"], 0),
         ]
         cells += [
@@ -150,8 +151,8 @@ def _chat_lines(document: Mapping[str, Any]) -> list[str]:
             row["layout"],
             str(row["turns"]),
             str(row["failed"]),
-            _ttft(row["ttft_p50_s"]),
-            _ttft(row["ttft_p99_s"]),
+            _ttft(row["ttft_p50_s"], row["failed"]),
+            _ttft(row["ttft_p99_s"], row["failed"]),
             _number(row.get("ttft_p50_ratio"), 2),
             _number(row.get("ttft_p99_ratio"), 2),
         ]
@@ -185,9 +186,12 @@ def _number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
-def _ttft(seconds: float | None, digits: int = 3) -> str:
-    """Return a percentile of TTFT; the document has None where it falls on a failed request."""
-    return "failed" if seconds is None else _number(seconds, digits)
+def _ttft(seconds: float | None, failed: int, digits: int = 3) -> str:
+    """Return a percentile of TTFT, of which so many requests failed.
+
+    The document has None where it falls on a failed request, and where there was no request.
+    """
+    return "failed" if seconds is None and failed else _number(seconds, digits)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

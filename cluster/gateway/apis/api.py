@@ -239,7 +239,8 @@ class Api:
 
         Raises ApiError if there is none.
         """
-        item_ids = {item.id for item in items if isinstance(item, ItemReference)}
+        # Each once, in their order: an error names the first that is missing.
+        item_ids = dict.fromkeys(item.id for item in items if isinstance(item, ItemReference))
         named_items = await self.service.finder.items(tenant, item_ids)
         resolved: list[InputItem] = []
         for item in items:

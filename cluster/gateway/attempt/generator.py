@@ -215,12 +215,12 @@ class Generator:
     def close(self) -> None:
         """Ends every request that runs, and each one that comes, with the error `draining`."""
         self.closed = True
-        self.plane.end_requests(_draining())
+        self.plane.end_requests(draining_error())
 
     def check_open(self) -> None:
         """Raises ApiError when the generator is closed."""
         if self.closed:
-            raise _draining()
+            raise draining_error()
 
     def dismiss(self, request: Request) -> None:
         """Ends a request with the error `busy`: its client has it on another connection now."""
@@ -632,7 +632,8 @@ def _known_target_s(request: Request) -> float:
     return parse_cached(terms.ttft_target).seconds(len(request.prompt_ids), isolated_s=0.0)
 
 
-def _draining() -> ApiError:
+def draining_error() -> ApiError:
+    """Returns the error of a request that a gateway on its way out does not answer."""
     message = (
         "this gateway no longer serves this model, or is shutting down; "
         "the same x-request-id goes on with the answer"

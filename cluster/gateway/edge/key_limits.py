@@ -3,9 +3,10 @@
 A key's limits are those of the cluster. Gateways tell each other several times a second what each
 key may use with them until the next time: with `n` gateways, what it uses and an `n`-th, rounded
 up, of what is left. A key of which the others have not heard yet may use an `n`-th of its limit. So
-all gateways together exceed a limit of concurrency by `n - 1` at most. A call that is larger than a
-gateway's part of the whole limit is let in if it fits into what is left beside what the others use
-and have set aside. So a call for several answers may be refused at one gateway while another, on
+all gateways together exceed a limit of concurrency by `n - 1` at most, but for large calls. A call
+that is larger than a gateway's part of the whole limit is let in if it fits into what is left
+beside what the others use and have set aside. If several gateways get such calls between two
+exchanges, each lets one in. On the other hand a call for several answers may be refused at one gateway while another, on
 which the key is in use, has room for it.
 """
 

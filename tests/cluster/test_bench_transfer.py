@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
 from diptych.cluster.cli import app
@@ -10,23 +11,25 @@ from diptych.cluster.cli.bench_transfer import _measure_tickets, _table, _ticket
 from diptych.kv_transfer import ticket_speed
 from typer.testing import CliRunner
 
+from tests.support.live import BIN
+
 
 def bench(*arguments: str) -> dict:
-    result = CliRunner().invoke(app, ["bench", "transfer", *arguments])
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
+    command = [str(BIN / "diptych"), "bench", "transfer", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # the document, and nothing that its processes say
 
 
 @pytest.mark.slow
-def test_it_prints_what_scripts_read(capfd: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_what_scripts_read() -> None:
     result = bench("--mib", "8", "--model", "7M", "--tokens", "256", "-o", "json")
-    assert capfd.readouterr().out == "", "its processes print where the document goes"
     assert result["memcpy_gib_s"] > 0 and result["checksum_gib_s"] > 0
     cells = {(row["transport"], row["op"], row["run_bytes"]) for row in result["rows"]}
     for name in {"nixl", "shm", "tcp"} - result["missing"].keys():
         assert (name, "write", 262144) in cells
     for row in result["rows"]:
-        assert row["gib_s"] > 0 and row["of_memcpy"] > 0 and 0 < row["checksum_share"] < 1
+        assert row["gib_s"] > 0 and row["of_memcpy"] > 0 and 0 <= row["checksum_share"] < 1
     measured = {row["transport"] for row in result["tickets"]}
     assert measured == {"nixl", "shm", "tcp"} - result["missing"].keys()
     for row in result["tickets"]:

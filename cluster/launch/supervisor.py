@@ -6,7 +6,7 @@ replica lives for long, and Ray's own library in the child may end it: so the ch
 kills all that is left, and starts another child.
 
 - A child that has been ready before, and was lost, is started again, up to `RESTARTS_LIMIT` times
-  in `RESTARTS_WINDOW_S`.
+  in `RESTARTS_WINDOW_S`. It was lost, too, if a signal or a library has ended it.
 - A child that ends otherwise ends `serve`: it was asked to, or it could not start.
 - When the parent is killed, the child stops the cluster as for ^C.
 - When the terminal is closed, the parent has the child stop the cluster, unless `nohup` forbids it.
@@ -44,6 +44,9 @@ class ChildNote(msgspec.Struct, frozen=True):
 
     folder: str = ""  #: Of its Ray: to be removed when the child has ended.
     ready: bool = False  #: The cluster serves requests.
+    #: The child ends by itself. Ray's library does not say so when it ends the process, a minute
+    #: after the GCS has stopped answering.
+    ends: bool = False
 
 
 class Verdict(Enum):
@@ -61,6 +64,7 @@ class ChildEnd:
     exit_code: int  #: minus the signal's number, if a signal ended it
     was_ready: bool
     was_told_to_end: bool  #: by a signal to the supervisor
+    ended_itself: bool = True  #: False: a signal or a library has ended it
 
 
 class RestartPolicy:
@@ -71,7 +75,7 @@ class RestartPolicy:
 
     def judge(self, end: ChildEnd, now: float) -> Verdict:
         """Return what becomes of a child that has ended at `now`, in seconds of any clock."""
-        was_lost = end.exit_code == LOST_EXIT_CODE or end.exit_code < 0
+        was_lost = end.exit_code == LOST_EXIT_CODE or end.exit_code < 0 or not end.ended_itself
         if end.was_told_to_end or not end.was_ready or not was_lost:
             return Verdict.END
         while self._restarted_at and self._restarted_at[0] < now - RESTARTS_WINDOW_S:
@@ -171,6 +175,7 @@ def _start(run: Callable[[Supervised], int], told_to_stop: set[signal.Signals]) 
         os.close(write_end)
         return _SupervisedChild(child, read_end, told_to_stop)
     exit_code = 1
+    supervised = Supervised(write_end, parent)
     try:
         os.close(read_end)
         end_with_parent(parent)
@@ -179,7 +184,6 @@ def _start(run: Callable[[Supervised], int], told_to_stop: set[signal.Signals]) 
         # them, inherit that they ignore it: so they live until the parent has had this one stop.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *told_to_stop})
-        supervised = Supervised(write_end, parent)
         exit_code = run(supervised)
         end_descendants(END_LIMIT_S, spare=set())
         supervised.clean_up_if_alone()
@@ -188,6 +192,7 @@ def _start(run: Callable[[Supervised], int], told_to_stop: set[signal.Signals]) 
     except BaseException:
         traceback.print_exc()
     finally:
+        supervised.tell(ChildNote(ends=True))
         os._exit(exit_code)  # the parent's own way out is not the child's
 
 
@@ -221,6 +226,7 @@ class _SupervisedChild:
             exit_code=os.waitstatus_to_exitcode(status),
             was_ready=any(note.ready for note in self._notes),
             was_told_to_end=self._was_told_to_end,
+            ended_itself=any(note.ends for note in self._notes),
         )
 
     def folders(self) -> list[str]:

@@ -184,6 +184,7 @@ FAULTS = (
     Fault("KILL gateway and router", (_gateways, _router)),
     Fault("KILL all decode workers", (_PARTS["decode"],), hits_all=True),
     *(Fault(f"KILL {name}", (find,)) for name, find in _RAY.items()),
+    *(Fault(f"TERM {name}", (find,), signal.SIGTERM) for name, find in _RAY.items()),
     *(
         Fault(f"{folder} full {STOPPED_S:g} s", (), replaces=False, fills=folder)
         for folder in ("/tmp", "/dev/shm")

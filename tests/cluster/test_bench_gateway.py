@@ -119,7 +119,7 @@ async def test_a_source_steps_all_streams_of_a_pace_together_and_ends_each() -> 
 def load_client(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The load generator, compiled once."""
     if shutil.which("gcc") is None:
-        pytest.skip("no gcc")
+        pytest.skip("the load generator is C, and there is no gcc here to compile it")
     return build(tmp_path_factory.mktemp("client"))
 
 

@@ -57,6 +57,8 @@ def run(supervised):
         return LOST_EXIT_CODE
     if then == "killed once" and len((place / "started").read_text().splitlines()) < 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    if then == "ended by a library once" and len((place / "started").read_text().splitlines()) < 2:
+        os._exit(1)
     try:
         time.sleep(600)
     except KeyboardInterrupt:
@@ -118,8 +120,9 @@ def test_a_lost_cluster_is_started_again_and_nothing_of_it_is_left(tmp_path: Pat
     assert nothing_is_left(tmp_path, lines)
 
 
-def test_a_killed_child_is_started_again(tmp_path: Path) -> None:
-    with supervised(tmp_path, "killed once") as process:
+@pytest.mark.parametrize("then", ["killed once", "ended by a library once"])
+def test_a_child_that_did_not_end_itself_is_started_again(tmp_path: Path, then: str) -> None:
+    with supervised(tmp_path, then) as process:
         started(tmp_path, 2)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
@@ -254,6 +257,9 @@ LOST = ChildEnd(LOST_EXIT_CODE, was_ready=True, was_told_to_end=False)
         (ChildEnd(LOST_EXIT_CODE, was_ready=True, was_told_to_end=True), Verdict.END),
         (ChildEnd(0, was_ready=True, was_told_to_end=True), Verdict.END),
         (ChildEnd(1, was_ready=True, was_told_to_end=False), Verdict.END),
+        (ChildEnd(1, True, was_told_to_end=False, ended_itself=False), Verdict.RESTART),
+        (ChildEnd(1, True, was_told_to_end=True, ended_itself=False), Verdict.END),
+        (ChildEnd(1, False, was_told_to_end=False, ended_itself=False), Verdict.END),
     ],
 )
 def test_only_a_cluster_that_served_and_was_lost_is_started_again(

@@ -85,9 +85,6 @@ class ReplyQueue(Generic[Reply]):
         self._has_room = asyncio.Event()  #: Fewer than `REPLIES_MAX` wait.
         self._has_room.set()
         self._ended = False  #: No more replies will come.
-        self._taken = 0  #: How many replies gRPC has taken.
-        #: Looks, once the answers have ended, whether the client takes their replies.
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -131,27 +128,6 @@ class ReplyQueue(Generic[Reply]):
         self._ended = True
         self._changed.set()
 
-    def cut_off_if_stalled(self, cut_off: Callable[[], object]) -> None:
-        """Calls `cut_off` if gRPC takes nothing for `STALL_S`; `close` ends that.
-
-        For the time when the answers have ended, and `drain` waits no more: gRPC does not say that
-        a client reads nothing, and the call would stay open for ever.
-        """
-        taken_before = self._taken
-
-        def look() -> None:
-            if self._taken > taken_before:
-                self.cut_off_if_stalled(cut_off)
-            else:
-                cut_off()
-
-        self._timer = asyncio.get_running_loop().call_later(STALL_S, look)
-
-    def close(self) -> None:
-        """Ends what `cut_off_if_stalled` has begun."""
-        if self._timer is not None:
-            self._timer.cancel()
-
     async def next(self) -> Reply | None:
         """Returns the next reply; None behind the last one."""
         while not self._replies and not self._ended:
@@ -160,7 +136,6 @@ class ReplyQueue(Generic[Reply]):
         if not self._replies:
             return None
         reply = self._replies.popleft()
-        self._taken += 1
         if len(self._replies) < REPLIES_MAX:
             self._has_room.set()
         return reply
@@ -250,10 +225,6 @@ def _streaming_method(
                 answers = served.shelf.push_answers(call.request, TextSink(texts, queue))
                 answering = asyncio.ensure_future(answers)
                 answering.add_done_callback(queue.end)
-                call_task = asyncio.current_task()
-                assert call_task is not None
-                cut_off = call_task.cancel
-                answering.add_done_callback(lambda _: queue.cut_off_if_stalled(cut_off))
                 try:
                     while (reply := await queue.next()) is not None:
                         # The last reply, unless an error follows: the metadata are set before it.
@@ -266,7 +237,6 @@ def _streaming_method(
                 finally:
                     answering.cancel()
                     await asyncio.gather(answering, return_exceptions=True)
-                    queue.close()
         except ApiError as error:
             if not error.counted_in_metrics:
                 service.count_refused(error.http_status, served)

@@ -190,8 +190,8 @@ def _run_until_interrupted(
 ) -> int:
     """Run the cluster until one of `stop_signals()`, or until it is lost; return an exit code.
 
-    Further signals are ignored while the cluster stops. A cluster is lost when Ray's GCS or raylet
-    has ended; without a supervisor nobody watches for that.
+    Further signals are ignored while the cluster stops. A cluster is lost as `LocalCluster.watch`
+    says; without a supervisor nobody watches for that.
     """
     from ..config import ConfigError
     from ..launch.ray_cluster import StartError

@@ -59,6 +59,7 @@ from .ray_cluster import (
     StartError,
     check_environment,
     ended_ray_processes,
+    gcs_is_closed,
     join_ray,
     ray_process_ids,
     set_shared_secret,
@@ -339,8 +340,10 @@ class LocalCluster:
         """Wait until the cluster is lost, and return why.
 
         Without Ray's GCS or raylet no replica lives for long. The end of another process of Ray's
-        is only reported: replicas live on, and Ray replaces what it needs.
+        is only reported: replicas live on, and Ray replaces what it needs. A GCS of our own Ray that
+        has closed its port is lost too, though its process may live on.
         """
+        looks_at_closed_port = 0  #: One after the other: a GCS that ends closes its port first.
         while True:
             dead = ended_ray_processes()
             for name, exit_code in dead.items():
@@ -350,6 +353,12 @@ class LocalCluster:
                 if self._reported.get(name) != line:
                     self._reported[name] = line
                     report_progress(line)
+            if self.ray_access and gcs_is_closed(self.ray_access.gcs_address):
+                looks_at_closed_port += 1
+            else:
+                looks_at_closed_port = 0
+            if looks_at_closed_port > 1:
+                return "Ray's gcs_server listens no more"
             reap_orphans(spare=ray_process_ids())
             time.sleep(WATCH_INTERVAL_S)
 

@@ -16,6 +16,7 @@ import os
 import secrets
 import shlex
 import signal
+import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ UCX_DEVICES = {"UCX_NET_DEVICES": "lo"}
 #: message, and changes nothing.
 HARMLESS_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 CALL_TIMEOUT_S = 10.0  #: How long that call waits for its answer.
+CONNECT_LIMIT_S = 1.0  #: For the GCS's machine, this one, to take a connection.
 #: gRPC's options for a channel that ignores `http_proxy`, as Ray's own connections do.
 NO_PROXY = [("grpc.enable_http_proxy", 0)]
 #: Where Ray's GCS keeps the secret that no file and no variable gives (`shared_secret`).
@@ -255,6 +257,22 @@ def ended_ray_processes() -> dict[str, int]:
         for name, process in _ray_node().dead_processes()
         if process.returncode is not None
     }
+
+
+def gcs_is_closed(gcs_address: str) -> bool:
+    """Return whether nobody listens at the address (host:port) of Ray's GCS.
+
+    After a SIGTERM a GCS closes its port, and then neither answers nor ends. A GCS that is only
+    frozen or slow has its port open, and whether it answers is not asked.
+    """
+    host, _, port = gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_LIMIT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # so many wait for a frozen one that the kernel takes no more
+        return False
+    return False
 
 
 def ray_process_ids() -> set[int]:

@@ -59,6 +59,11 @@ def test_a_cluster_comes_back_without_ray_and_ends_with_serve(tmp_path: Path) ->
         assert httpx.get(f"{live.url}/ready", timeout=10).status_code == 200
         assert live.chat("What is prefill?", max_tokens=4).status_code == 200
 
+        # After SIGTERM this process closes its port, and neither answers nor ends.
+        process_named(live, "gcs/gcs_server").terminate()
+        eventually(lambda: live.log.read_text().count("] ready") == 3, AGAIN_S)
+        assert "Ray's gcs_server listens no more" in live.log.read_text()
+
         # Without its fork server, Ray starts processes by itself.
         process_named(live, "launch.fork_server").kill()
         os.kill(live.worker("decode")["pid"], signal.SIGKILL)

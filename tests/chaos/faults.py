@@ -116,6 +116,8 @@ class Fault:
     fills: str = ""  #: the folder of `OWN_FOLDERS` that is full for a while
     clock_step_s: int = 0  #: by which the clocks of all processes are wrong for a while
     limits_memory: bool = False  #: The cluster may not have more memory for a while.
+    #: `diptych serve` starts the whole cluster again, which it does not do without end.
+    costs_the_cluster: bool = False
     variant: Variant = PLAIN
 
 
@@ -183,8 +185,11 @@ FAULTS = (
     Fault("KILL decode and gateway", (_PARTS["decode"], _gateways)),
     Fault("KILL gateway and router", (_gateways, _router)),
     Fault("KILL all decode workers", (_PARTS["decode"],), hits_all=True),
-    *(Fault(f"KILL {name}", (find,)) for name, find in _RAY.items()),
-    *(Fault(f"TERM {name}", (find,), signal.SIGTERM) for name, find in _RAY.items()),
+    *(Fault(f"KILL {name}", (find,), costs_the_cluster=True) for name, find in _RAY.items()),
+    *(
+        Fault(f"TERM {name}", (find,), signal.SIGTERM, costs_the_cluster=True)
+        for name, find in _RAY.items()
+    ),
     *(
         Fault(f"{folder} full {STOPPED_S:g} s", (), replaces=False, fills=folder)
         for folder in ("/tmp", "/dev/shm")

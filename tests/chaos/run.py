@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 from diptych.cluster.launch.processes import has_ended
+from diptych.cluster.launch.supervisor import RESTARTS_LIMIT
 
 from tests.support.live import Live, running
 
@@ -103,14 +104,16 @@ def run(plan: Plan) -> None:
         arguments = ("--prefill", "2", "--decode", "2", "--set", "gateway.replicas=2")
         prefix = variant.prefix(plan.folder)
         log = plan.folder / "serve.log"
+        lost_clusters = 0
         with running(log, *arguments, *variant.arguments, prefix=prefix) as live:
             while missing and missing[0][0].variant == variant:
                 fault, number = missing.pop(0)
+                lost_clusters += fault.costs_the_cluster
                 repetition = asyncio.run(_repeat(live, fault, number, plan))
                 print(f"{len(missing):4d} left  {repetition}", flush=True)
                 with (plan.folder / "repetitions.jsonl").open("a") as file:
                     file.write(json.dumps(asdict(repetition)) + "\n")
-                if not repetition.is_whole:
+                if not repetition.is_whole or lost_clusters == RESTARTS_LIMIT:
                     break  # the next one begins on a new cluster
         variant.clean_up()
 

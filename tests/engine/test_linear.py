@@ -23,7 +23,7 @@ SHAPES = [
     (128, 384),
     (768, 256),
     (1024, 2048),
-    pytest.param(1024, 5632, marks=pytest.mark.slow),
+    pytest.param(1024, 5632, marks=pytest.mark.daily),
     (2816, 1024),
 ]
 

@@ -26,7 +26,7 @@ from diptych.protos.frames import Sampling
 from tests.support.checkpoints import ARCHITECTURES, make
 from tests.support.live import Live, eventually, running
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.daily]
 
 LENGTHS = (1, 20, 50, 63, 64, 65, 100, 128, 130, 200, 300, 500, 530, 700, 900, 1200)
 

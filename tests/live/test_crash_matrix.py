@@ -287,7 +287,7 @@ def _only_here(transport: str, ranks: int = 1) -> None:
         pytest.importorskip("nixl", reason="NIXL has no wheel for this platform")
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize("transport", [pytest.param("tcp", marks=pytest.mark.daily), "nixl"])
 def test_a_crash_in_mid_transfer_costs_no_token_and_no_block(bench: Bench, transport: str) -> None:
     _only_here(transport)
     asyncio.run(_matrix(bench, transport, _cells(transport), 2))
@@ -346,6 +346,7 @@ async def _wake(bench: Bench, fleet: Fleet, transport: str, number: int, seen: C
     assert not await fleet.unwell()
 
 
+@pytest.mark.daily
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("transport", ["tcp", "nixl", "shm"])
 def test_a_frozen_writer_that_wakes_up_spoils_nobody(
@@ -450,7 +451,9 @@ async def _leavers(bench: Bench, transport: str, ranks: int, count: int) -> Coun
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("transport", "ranks"), [("nixl", 1), ("tcp", 2)])
+@pytest.mark.parametrize(
+    ("transport", "ranks"), [("nixl", 1), pytest.param("tcp", 2, marks=pytest.mark.daily)]
+)
 def test_clients_that_leave_at_any_moment_leave_no_block_behind(
     bench: Bench, transport: str, ranks: int, count: int
 ) -> None:

@@ -79,9 +79,9 @@ def test_a_cluster_comes_back_without_ray_and_ends_with_serve(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "number"),
     [
-        ("starting Ray", signal.SIGTERM),
+        pytest.param("starting Ray", signal.SIGTERM, marks=pytest.mark.daily),
         ("starting Serve", signal.SIGINT),
-        ("starting workers", signal.SIGTERM),
+        pytest.param("starting workers", signal.SIGTERM, marks=pytest.mark.daily),
     ],
 )
 def test_a_start_can_be_stopped_anywhere(tmp_path: Path, line: str, number: signal.Signals) -> None:

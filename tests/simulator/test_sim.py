@@ -64,7 +64,7 @@ def test_equal_seeds_write_equal_logs_in_any_process(policy):
     assert int(said.split()[0]) == 1800  # asked, placed, ended
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 def test_another_seed_writes_another_log():
     fleet, slo = h200()
     setting = Case(TRACE, fleet, slo).setting(Split.parse("6P2D"))
@@ -90,7 +90,7 @@ def test_another_number_of_splits_than_pools_is_refused():
 
 @pytest.mark.parametrize(
     "split",
-    ["5P2D1M", "8M", *(pytest.param(s, marks=pytest.mark.slow) for s in ("1P7D", "6P2D"))],
+    ["5P2D1M", "8M", *(pytest.param(s, marks=pytest.mark.daily) for s in ("1P7D", "6P2D"))],
 )
 def test_every_request_ends_on_every_split(split):
     found = outcomes(split=split)

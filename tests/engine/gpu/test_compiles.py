@@ -35,7 +35,7 @@ def test_every_kernel_compiles_for_hopper(tmp_path: Path) -> None:
     assert found["quantize"]["bounds_keep_nan"], "a damaged model's NaN would become 448"
 
 
-@pytest.mark.slow
+@pytest.mark.daily
 def test_every_kernel_compiles_for_blackwell(tmp_path: Path) -> None:
     check(compiled(100, tmp_path))
 

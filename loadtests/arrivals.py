@@ -9,18 +9,21 @@ turn of the same session. Each arrival belongs to a stage: its label, and the ra
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..simulator.errors import SimulationError
 from ..simulator.sources import load_trace
-from ..simulator.trace import WorkloadRequest
+from ..simulator.trace import WorkloadRequest, count_turns
 from .errors import LoadError
 from .plan import LoadPlan
 
-#: For 3 of 15 s a burst load's rate is 4 times that of the rest; the mean is the plan's rate.
+#: In the last 3 of each 15 s a burst load's rate is 4 times that of the rest. The mean is the
+#: plan's rate in a run of any duration.
 BURST_EVERY_S = 15.0
 BURST_S = 3.0
 BURST_FACTOR = 4.0
@@ -64,8 +67,15 @@ class Arrival:
 
 
 def rate_stages(plan: LoadPlan) -> list[RateStage]:
-    """Returns the stages of a run: one, or those of a ramp, whose rates grow geometrically."""
+    """Returns the stages of a run: one, or those of a ramp, whose rates grow geometrically.
+
+    A trace's stage ends with the trace where that is shorter than the plan's duration. Raises
+    LoadError if the trace cannot be read.
+    """
     low, high = plan.rates
+    if plan.load == "trace":
+        end_s = min(plan.duration, _read_trace(plan).span_s)
+        return [RateStage(plan.label, 0.0, end_s, low)]
     if plan.load != "ramp":
         return [RateStage(plan.label, 0.0, plan.duration, low)]
     span_s = plan.duration / plan.steps
@@ -77,14 +87,14 @@ def rate_stages(plan: LoadPlan) -> list[RateStage]:
     return stages
 
 
-@lru_cache(1)  # a trace takes seconds
+@lru_cache(1)
 def planned_arrivals(plan: LoadPlan) -> list[Arrival]:
     """Returns the arrivals by time, numbered; a trace's later turns are in `next_turn`.
 
     Not for a chat load, whose users send when they like. Raises LoadError.
     """
     if plan.load == "trace":
-        return _trace_arrivals(plan)
+        return _read_trace(plan).arrivals
     rng = random.Random(f"{plan.seed}/arrivals")
     shared_blocks = ((SHARED, plan.shared),) if plan.shared else ()
     arrivals: list[Arrival] = []
@@ -105,7 +115,9 @@ def planned_arrivals(plan: LoadPlan) -> list[Arrival]:
 def _arrival_times_s(load: str, stage: RateStage, rng: random.Random) -> Iterator[float]:
     """Yields the times of a stage: evenly, or at random as independent users come (Poisson)."""
     if load == "constant":
-        for number in range(int((stage.end_s - stage.begin_s) * stage.rate)):
+        # Rounded, as 0.7 requests/s make 62.99999999999999 in 90 s.
+        count = math.ceil(round((stage.end_s - stage.begin_s) * stage.rate, 9))
+        for number in range(count):
             yield stage.begin_s + number / stage.rate
         return
 
@@ -113,7 +125,7 @@ def _arrival_times_s(load: str, stage: RateStage, rng: random.Random) -> Iterato
     calm_rate = stage.rate
     peak_rate = stage.rate
     if load == "burst":
-        burst_share = BURST_S / BURST_EVERY_S
+        burst_share = _burst_s(stage.end_s) / stage.end_s  # the one stage begins at 0
         calm_rate = stage.rate / (1 - burst_share + burst_share * BURST_FACTOR)
         peak_rate = calm_rate * BURST_FACTOR
     time_s = stage.begin_s + rng.expovariate(peak_rate)
@@ -124,8 +136,22 @@ def _arrival_times_s(load: str, stage: RateStage, rng: random.Random) -> Iterato
         time_s += rng.expovariate(peak_rate)
 
 
-def _trace_arrivals(plan: LoadPlan) -> list[Arrival]:
-    """Returns a recorded or synthetic trace's arrivals, at the plan's rate and scaled lengths."""
+def _burst_s(duration_s: float) -> float:
+    """Returns how many of a run's first `duration_s` seconds are seconds of bursts."""
+    whole_periods, rest_s = divmod(duration_s, BURST_EVERY_S)
+    return whole_periods * BURST_S + max(0.0, rest_s - (BURST_EVERY_S - BURST_S))
+
+
+class TraceLoad(NamedTuple):
+    """A trace at a plan's rate and with its lengths scaled."""
+
+    span_s: float  #: seconds that the whole trace takes at this rate
+    arrivals: list[Arrival]  #: within the plan's duration
+
+
+@lru_cache(1)  # a trace takes seconds
+def _read_trace(plan: LoadPlan) -> TraceLoad:
+    """Returns the load that a recorded or synthetic trace makes. Raises LoadError."""
     try:
         trace = load_trace(plan.trace, plan.seed)
     except SimulationError as error:
@@ -151,4 +177,4 @@ def _trace_arrivals(plan: LoadPlan) -> list[Arrival]:
     arrivals = [to_arrival(request) for request in requests if request.arrival_s < plan.duration]
     if not arrivals:
         raise LoadError(f"trace {plan.trace}: nothing arrives in its first {plan.duration:g} s")
-    return arrivals
+    return TraceLoad(span_s=count_turns(requests) / rate, arrivals=arrivals)

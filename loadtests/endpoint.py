@@ -22,12 +22,16 @@ from .prompts import Words, probe
 from .sse import EventDecoder, HttpConnection, ProtocolError
 
 PATH = "/v1/chat/completions"
-TIMEOUT_S = 60.0  #: seconds without a byte after which a request has failed
+#: Seconds without a byte (over gRPC: without a message) after which a request has failed.
+TIMEOUT_S = 60.0
 DEFAULT_CONTEXT = 4096  #: tokens of prompt and answer, where /v1/models tells no limit
 #: An idle connection that the server has closed fails this soon after a request was sent on it. What
 #: breaks later, breaks while the server works on the request.
 IDLE_LOSS_S = 0.2
 IDLE_CONNECTION_LIMIT = 16  #: of one client; connections beyond are closed after their answer
+#: Statuses by which an endpoint, or a proxy before it, says that it has no room or no time. They do
+#: not say whether it takes a field.
+BUSY_STATUSES = (408, 429, 502, 503, 504)
 
 
 class EndpointFacts(msgspec.Struct, frozen=True):
@@ -392,9 +396,13 @@ class _EndpointProber:
     def takes(self, fields: dict[str, Any]) -> bool:
         """Returns whether the endpoint answers a request that has these fields too.
 
-        An endpoint that refuses fields answers with another status than 200.
+        An endpoint that refuses fields answers with another status than 200. Raises LoadError if
+        the status says that the endpoint is busy.
         """
-        status, _ = self._chat(fields, "the")
+        status, body = self._chat(fields, "the")
+        if status in BUSY_STATUSES:
+            reason = refusal(status, json.dumps(body).encode())
+            raise LoadError(f"{self._url}{PATH} answers {reason} before the load: try again")
         return status == 200
 
     def _chat(self, fields: dict[str, Any], text: str) -> tuple[int, Any]:

@@ -3,7 +3,7 @@
     python loadtests/footprint.py [SECONDS]
 
 Reads /proc twice, SECONDS (default 20) apart. CPU is in percent of one core; PSS counts shared
-pages once. Linux only.
+pages once. Linux only. Processes of other users are left out, unless root asks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_footprints() -> dict[int, ProcessFootprint]:
         try:
             footprint = _read_footprint(folder)
         except (OSError, StopIteration):
-            continue  # the process ended meanwhile
+            continue  # the process has ended, or is another user's
         if footprint is not None:
             footprints[int(folder.name)] = footprint
     return footprints
@@ -44,9 +44,11 @@ def read_footprints() -> dict[int, ProcessFootprint]:
 def _read_footprint(folder: Path) -> ProcessFootprint | None:
     """Returns the footprint; None for a process that is not of a cluster.
 
-    Raises OSError or StopIteration if the process ends meanwhile.
+    Raises OSError or StopIteration if the process ends meanwhile, and PermissionError, an OSError,
+    if it is another user's.
     """
-    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    words = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
+    command = words.decode(errors="replace").strip()
     if not any(mark in command for mark in MARKS) or "footprint" in command:
         return None
     # The fields of proc_pid_stat(5) from the third on: the second may contain spaces.

@@ -47,9 +47,11 @@ def _commit() -> str:
     """Returns the commit of the checkout that this file is in, with `+` if it has changes.
 
     Files that git does not know do not count: results may be among them. Empty when this file is in
-    no checkout.
+    no checkout, or is one that git does not know: an installation inside of another project's
+    checkout.
     """
     try:
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
         commit = _git("rev-parse", "--short=12", "HEAD")
         return f"{commit}+" if _git("status", "--short", "--untracked-files=no") else commit
     except (OSError, subprocess.CalledProcessError):

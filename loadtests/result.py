@@ -65,7 +65,7 @@ def assemble(
             "context": facts.context,
             "server": facts.server,
             "protocol": "gRPC" if plan.grpc else "HTTP",
-            "ignore_eos": facts.ignore_eos and not plan.grpc,
+            "ignore_eos": facts.ignore_eos,
             "usage": facts.usage,
         },
         "span_s": span_s,
@@ -94,10 +94,14 @@ def _offered_stages(
 ) -> list[RateStage]:
     """Returns the planned stages until the run was stopped, the last one cut at that time."""
     stages = rate_stages(plan)
+    last_arrival_s = max((outcome.arrival_s for outcome in outcomes), default=0.0)
+    if plan.load == "trace":
+        # Later turns of a session may come behind the trace's own time.
+        stages = [replace(stage, end_s=max(stage.end_s, last_arrival_s)) for stage in stages]
     if "ended_s" not in about:
         return stages
     # The time is rounded, so that the last request may have been sent just behind it.
-    ended_s = max(about["ended_s"], max((outcome.arrival_s for outcome in outcomes), default=0.0))
+    ended_s = max(about["ended_s"], last_arrival_s)
     return [
         replace(stage, end_s=min(stage.end_s, ended_s))
         for stage in stages
@@ -166,6 +170,9 @@ def _missing_load(document: dict[str, Any], plan: LoadPlan) -> list[str]:
         )
     elif ended_s < plan.duration:
         warnings.append(f"stopped after {ended_s:.0f} s of {plan.duration:g} s")
+    elif plan.load == "trace" and round(document["span_s"], 1) < plan.duration:
+        span_s = document["span_s"]
+        warnings.append(f"the trace ended after {span_s:.1f} s of {plan.duration:g} s")
     if skipped:
         warnings.append(f"{skipped} requests longer than the model's context were left out")
     return warnings

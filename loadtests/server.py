@@ -32,12 +32,13 @@ TIMEOUT_S = 5.0  #: for each URL
 def read_counters(metrics: str, admin: str, key: str = "") -> dict[str, float]:
     """Returns the server's counters now, summed over all of its processes.
 
-    `metrics` are URLs, comma-separated; the admin API at `admin` names further targets. A URL that
-    both name counts once. What cannot be reached, or is no Prometheus text, is left out. `key` is
-    the admin key, which nobody but the admin API gets.
+    `metrics` are URLs, comma-separated; the admin API at `admin`, which may end in a slash, names
+    further targets. A URL that both name counts once. What cannot be reached, or is no Prometheus
+    text, is left out. `key` is the admin key, which nobody but the admin API gets.
     """
     counters: dict[str, float] = {}
     urls = [url for url in metrics.split(",") if url]
+    admin = admin.rstrip("/")
     if admin:
         urls += _metrics_urls(_fetch_json(f"{admin}/metrics/targets", key))
         counters |= from_status(_fetch_json(f"{admin}/admin/v1/cluster", key))

@@ -25,6 +25,7 @@ from collections import Counter, deque
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import gevent
 import msgspec
@@ -49,7 +50,9 @@ ROUND_TRIP_EVERY_S = 0.25  #: between two requests that measure the way to the s
 PROGRESS_EVERY_S = 2.0  #: between two lines of progress
 RECENT_LIMIT = 500  #: requests that live figures are of
 RECENT_GAP_REQUESTS = 20  #: the latest of these, whose gaps are live figures
-DEFAULT_ADMIN = "http://127.0.0.1:8001"  #: the admin API of a Diptych cluster on this machine
+#: A Diptych cluster of this machine that has its default ports: host and port, and its admin API.
+DEFAULT_ADDRESS = ("127.0.0.1", 8000)
+DEFAULT_ADMIN = "http://127.0.0.1:8001"
 LAST_REPORT_S = 15.0  #: after the run's end, for a worker's last report; then it counts as silent
 #: By what `LoadOutcome.missed` returns: the words for people.
 MISSED = {"ttft": "first token too late", "itl": "gaps too long", "error": "failed"}
@@ -158,7 +161,8 @@ class Swarm:
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
-        self.run: LoadRun | None = None  #: None on a master, which offers nothing
+        #: None on a master, which offers nothing, and on a worker that has no run.
+        self.run: LoadRun | None = None
         self.collector: Collector | None = None  #: None on a worker, and before and after a run
         self.facts: EndpointFacts | None = None
         self._plan = LoadPlan()
@@ -193,6 +197,7 @@ class Swarm:
 
     def _on_start(self, **_: Any) -> None:
         options: Any = self.environment.parsed_options
+        self.environment.process_exit_code = None  # of an earlier run of the web page
         try:
             self._plan = LoadPlan.of(options)
             if self._is_worker:
@@ -396,7 +401,7 @@ class Swarm:
     def _on_stop(self, **_: Any) -> None:
         """Cuts what is under way; with a web page, writes the document when workers have stopped.
 
-        A headless master stops before its workers do, and hears from them until it is `quitting`.
+        A headless master stops before its workers do, and hears from them while it quits.
         """
         if self.run is not None:
             self.run.cut()
@@ -405,11 +410,19 @@ class Swarm:
             # Locust's next report may be seconds away, and the master writes as soon as it hears
             # that all workers have stopped.
             runner._send_stats()
+            # Workers report between runs too. A later report that this run is done would count for
+            # the next one.
+            self.run = None
         elif not self._headless:
             self._write()
 
     def _on_quitting(self, **_: Any) -> None:
-        if self._headless and not self._is_worker:
+        runner = self.environment.runner
+        if self._headless and not self._is_worker and runner is not None:
+            # After ^C Locust comes here first, and stops the run only then: what is under way would
+            # be cut, and workers would report, after the document was written. A runner that has
+            # ended may quit once more.
+            runner.quit()
             self._write()
 
     def _write(self) -> None:
@@ -452,11 +465,14 @@ class Swarm:
     def _read_counters(self) -> dict[str, float]:
         """Reads what the server has counted.
 
-        A Diptych cluster of this machine is asked without being told where.
+        A Diptych cluster of this machine is asked without being told where, if its endpoint is at
+        the default address.
         """
         assert self.facts is not None
         admin = self._plan.admin
-        if not admin and self.facts.server == "diptych" and "//127.0.0.1" in self.facts.url:
+        url = urlsplit(self.facts.url)
+        is_default = (url.hostname, url.port) == DEFAULT_ADDRESS
+        if not admin and self.facts.server == "diptych" and is_default:
             admin = DEFAULT_ADMIN
         token = os.environ.get("DIPTYCH_ADMIN_TOKEN", "")
         return server.read_counters(self._plan.metrics, admin, token)

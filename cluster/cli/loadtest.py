@@ -296,17 +296,31 @@ def _locustfile_command() -> list[str]:
 def _run_locust(command: list[str], *, verbose: bool) -> int:
     """Run Locust and return its exit code; ^C lets Locust end the run and report it.
 
-    All output goes to stderr. Without `verbose` Locust logs warnings only.
+    A second ^C kills Locust. SIGTERM counts as ^C, and so does the SIGHUP of a closed terminal,
+    unless that is ignored, as under `nohup`. All output goes to stderr. Without `verbose` Locust
+    logs warnings only.
     """
     interrupt_on(signal.SIGINT, signal.SIGTERM)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        interrupt_on(signal.SIGHUP)
     if not verbose:
         command = [*command, "--skip-log-setup"]
-    process = subprocess.Popen(command, stdout=sys.stderr)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,  # Locust would take keys from a terminal that is not its own
+        stdout=sys.stderr,
+        # ^C reaches this process alone, which interrupts Locust once: a second interrupt would end
+        # Locust before it has written the run.
+        start_new_session=True,
+    )
     try:
         return process.wait()
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         return process.wait()
+    finally:
+        if process.poll() is None:  # after a second ^C
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _show(run: dict[str, Any], html: Path | None, output: str) -> None:

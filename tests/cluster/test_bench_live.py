@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -314,6 +316,21 @@ def test_later_turns_that_failed_are_counted_and_rank_last() -> None:
     assert "| 1M | 0 | 0 | - | - | - | - |" in markdown({**PAGE, "chats": nothing})
 
 
+def test_chats_are_compared_with_peers_of_the_same_seeds() -> None:
+    def of_seeds(name: str, ttft_s: float, *seeds: int) -> LayoutRuns:
+        runs = layout_runs(name, [answer(ttft_s=ttft_s, turn=1)])
+        (result,) = runs.results
+        results = (msgspec.structs.replace(result, key=f"{name}-seed{seed}") for seed in seeds)
+        return replace(runs, results=tuple(results))
+
+    ours = of_seeds("1M", 1.0, 1, 2)
+    partial = of_seeds("vllm-2x", 0.1, 1)  # its cell of seed 2 failed
+    row, *_ = _chat_rows([ours, partial, of_seeds("vllm-pd", 2.0, 1, 2)])
+    assert row["ttft_p50_ratio"] == 0.5
+    row, *_ = _chat_rows([ours, partial])
+    assert "ttft_p50_ratio" not in row
+
+
 def test_ratios_pair_requests_and_name_the_best_peer() -> None:
     good, bad = answer(), answer(ttft_s=9.0)
     ours = layout_runs("1P1D", [good] * 30 + [bad] * 10)
@@ -489,6 +506,43 @@ def test_turns_behind_one_that_failed_count_as_failed(monkeypatch: pytest.Monkey
     report = offered(monkeypatch, load, Refusing)
     errors = sorted((answer.turn, answer.error) for answer in report.answers)
     assert errors == [(0, ""), (1, "503"), (2, client.NOT_SENT), (3, client.NOT_SENT)]
+
+
+@pytest.mark.parametrize("hard_limit", [4096, 1 << 20])
+@pytest.mark.parametrize("program", ["client", "proxy"])
+def test_client_and_proxy_open_as_many_files_as_they_may(
+    monkeypatch: pytest.MonkeyPatch, program: str, hard_limit: int
+) -> None:
+    """The usual 1,024 are fewer than the connections of an overload."""
+    limits = [1024, hard_limit]
+
+    def set_limit(_: int, new_limits: tuple[int, int]) -> None:
+        limits[:] = new_limits
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    if program == "proxy":
+        proxy = pytest.importorskip("diptych.cluster.bench.live.proxy")
+        monkeypatch.setattr(proxy.web, "run_app", lambda *_, **__: None)
+        monkeypatch.setattr(sys, "argv", ["proxy", "--port", "1", "--backend", "http://x"])
+        proxy.main()
+    else:
+        task = client.ClientTask("http://127.0.0.1:9", arrivals_load(rate=1.0, requests=1))
+        stdin = io.TextIOWrapper(io.BytesIO(msgspec.json.encode(task)))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(SystemExit):  # no endpoint is there
+            client.main()
+        assert client.concurrent_limit() == min(8192, hard_limit - client.OTHER_FILES)
+    assert limits == [hard_limit, hard_limit]
+
+
+def test_what_has_no_file_left_waits_in_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = client.OTHER_FILES + 1
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    load = arrivals_load(rate=1000.0, requests=3)
+    report = offered(monkeypatch, load, FakeHttp)
+    arrivals_s = [arrival.arrival_s for arrival in poisson_arrivals(load)]
+    assert {answer.sent_s for answer in report.answers} >= set(arrivals_s[1:])
 
 
 # ---- results that are there ----------------------------------------------------------------------

@@ -30,3 +30,18 @@ def test_results_in_the_checkout_are_no_change_of_it(
     assert machine.describe()["commit"] == commit
     source.write_text("a = 2\n")
     assert machine.describe()["commit"] == f"{commit}+"
+
+
+def test_an_installation_inside_another_checkout_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit would be that of somebody's project with a virtual environment in it."""
+    (tmp_path / "project.py").write_text("a = 1\n")
+    git(tmp_path, "init")
+    git(tmp_path, "add", "project.py")
+    git(tmp_path, "commit", "-m", "Begin")
+    installed = tmp_path / ".venv" / "diptych" / "machine.py"
+    installed.parent.mkdir(parents=True)
+    installed.write_text("b = 1\n")
+    monkeypatch.setattr(machine, "__file__", str(installed))
+    assert machine.describe()["commit"] == ""

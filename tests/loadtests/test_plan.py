@@ -74,6 +74,14 @@ def test_constant_arrivals_lie_on_a_grid() -> None:
     assert [one.arrival_s for one in found] == [n / 4 for n in range(8)]
 
 
+@pytest.mark.parametrize(
+    ("rate", "duration", "count"), [("0.7", 90.0, 63), ("0.5", 3.0, 2), ("3", 0.1, 1)]
+)
+def test_constant_arrivals_fill_the_whole_duration(rate: str, duration: float, count: int) -> None:
+    found = planned_arrivals(checked(load="constant", rate=rate, duration=duration))
+    assert len(found) == count and found[-1].arrival_s < duration
+
+
 def test_equal_plans_offer_equal_load_and_seeds_differ() -> None:
     assert (
         planned_arrivals(checked(seed=1))
@@ -90,6 +98,14 @@ def test_poisson_and_burst_offer_their_rate_on_average() -> None:
         late = [one.arrival_s % BURST_EVERY_S >= BURST_EVERY_S - BURST_S for one in found]
         # 3 of 15 s at 4 times the rest's rate: 4 * 3 / (4 * 3 + 12) of the arrivals
         assert sum(late) / len(late) == pytest.approx(0.5 if load == "burst" else 0.2, abs=0.03)
+
+
+@pytest.mark.parametrize("duration", [10.0, 20.0, 29.0, 30.0])
+def test_a_burst_load_has_its_rate_in_durations_of_any_length(duration: float) -> None:
+    plans = [checked(load="burst", rate="50", duration=duration, seed=seed) for seed in range(12)]
+    found = sum(len(planned_arrivals(plan)) for plan in plans)
+    # Four standard deviations are 5 % of the shortest duration's 6,000 arrivals.
+    assert found == pytest.approx(12 * 50 * duration, rel=0.05)
 
 
 def test_a_ramp_grows_geometrically_and_marks_its_stages() -> None:
@@ -119,6 +135,16 @@ def test_a_trace_keeps_lengths_and_prefixes_at_another_scale(tmp_path: Path) -> 
     texts = [words.text(one).split() for one in (first, second)]
     assert [len(text) for text in texts] == [148, 73], "the template's tokens are in the length"
     assert texts[0][:65] == texts[1][:65] and texts[0][65:73] != texts[1][65:73]
+
+
+def test_a_trace_ends_with_its_requests_or_with_the_duration(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    row = '{"timestamp": %d, "input_length": 9, "output_length": 8, "hash_ids": [1]}'
+    file.write_text("\n".join(row % (500 * number) for number in range(40)))
+    for rate, duration, end_s in (("2", 60.0, 20.0), ("2", 15.0, 15.0), ("1", 90.0, 40.0)):
+        plan = checked(load="trace", trace=str(file), rate=rate, duration=duration)
+        (stage,) = rate_stages(plan)
+        assert stage.end_s == pytest.approx(end_s)
 
 
 def test_words_of_one_token_are_found_by_what_the_endpoint_counts() -> None:

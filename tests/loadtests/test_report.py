@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,30 @@ def test_a_report_is_one_file_with_every_plot_and_figure() -> None:
 def test_a_report_of_nothing_still_renders() -> None:
     document = assemble(LoadPlan(), FACTS, [], ClientCost(), {}, ABOUT)
     assert "goodput" in report.document(document) and "goodput -" in report.text(document)
+
+
+@pytest.mark.parametrize("last_s", [19.5, 24.0])
+def test_rates_of_a_trace_are_of_the_time_in_which_it_came(tmp_path: Path, last_s: float) -> None:
+    """A later turn may come behind the trace's own time, as it waits for the turn before."""
+    file = tmp_path / "trace.jsonl"
+    row = '{"timestamp": %d, "input_length": 9, "output_length": 8, "hash_ids": [1]}'
+    file.write_text("\n".join(row % (500 * number) for number in range(40)))
+    plan = LoadPlan(load="trace", trace=str(file), rate="2", duration=60.0)
+    at = [*(number / 2 for number in range(39)), last_s]
+    found = [LoadOutcome(f"{s}", s, s, 0, 9, ttft_s=0.1, e2e_s=0.1) for s in at]
+    document = assemble(plan, FACTS, found, ClientCost(), {}, ABOUT)
+    span_s = max(20.0, last_s)
+    assert document["span_s"] == pytest.approx(span_s)
+    assert document["summary"]["offered_per_s"] == pytest.approx(40 / span_s)
+    assert f"the trace ended after {span_s:.1f} s of 60 s" in document["warnings"]
+    whole = assemble(replace(plan, duration=15.0), FACTS, found[:30], ClientCost(), {}, ABOUT)
+    assert whole["span_s"] == 15.0 and not any("trace" in text for text in whole["warnings"])
+
+
+def test_over_grpc_answers_have_the_lengths_that_are_asked_for() -> None:
+    plan = LoadPlan(grpc="127.0.0.1:9")
+    document = assemble(plan, FACTS, [], ClientCost(), {}, ABOUT)
+    assert document["endpoint"]["ignore_eos"] and not document["warnings"]
 
 
 def test_two_runs_stand_side_by_side_with_what_differs() -> None:

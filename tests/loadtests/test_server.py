@@ -106,6 +106,14 @@ def test_the_admin_api_alone_gets_the_key_and_no_proxy_of_this_machine_anything(
             assert "secret" not in made.head(path)
 
 
+@pytest.mark.parametrize("end", ["", "/"])
+def test_an_admin_url_may_end_in_a_slash(proxy: Peer, end: str) -> None:
+    status = b'HTTP/1.0 200 OK\r\n\r\n{"requests": {"finished": 3}}'
+    with peer({"/admin/v1/cluster": status}) as made:
+        counters = server.read_counters("", f"{made.url}{end}")
+        assert counters == {"finished": 3, "refused": 0}
+
+
 def test_another_machine_is_asked_through_the_proxy(proxy: Peer) -> None:
     assert server.read_counters("http://server.test/metrics", "") == {}
     assert [head.split()[1] for head in proxy.heads] == ["http://server.test/metrics"]

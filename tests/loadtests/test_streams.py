@@ -250,6 +250,25 @@ def test_a_peer_without_our_extensions_is_asked_once_and_taken_as_it_is() -> Non
     assert not found.ignore_eos and not found.usage and found.template == 21
 
 
+@pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
+def test_an_endpoint_without_room_does_not_refuse_the_field(status: str) -> None:
+    """Else a whole run would go without `ignore_eos`, and its report name a false cause."""
+
+    def answer(request: bytes) -> bytes:
+        head, _, body = request.partition(b"\r\n\r\n")
+        if head.startswith(b"GET"):
+            return plain({"data": [{"id": "peer-7b"}]})
+        asked = json.loads(body)
+        if "ignore_eos" in asked:
+            return plain({"error": {"code": "queue_full"}}, status)
+        words = len(asked["messages"][0]["content"].split())
+        return plain({"usage": {"prompt_tokens": 20 + words, "completion_tokens": 1}})
+
+    sentence = f"/v1/chat/completions answers {status[:3]} queue_full.*try again"
+    with serving(answer) as url, pytest.raises(LoadError, match=sentence):
+        probe_endpoint(url)
+
+
 def test_an_endpoint_that_is_not_there_is_one_sentence() -> None:
     with pytest.raises(LoadError, match=r"no endpoint at http://127.0.0.1:9 .*diptych serve"):
         probe_endpoint("http://127.0.0.1:9")

@@ -7,9 +7,10 @@ The process reads a `ClientTask` from stdin as JSON and writes a `ClientReport` 
 endpoint cannot be probed or the warm-up fails, the process writes the reason to stderr and exits
 with 1. HTTP, server-sent events and the kernel's time stamps are the load test's
 (`loadtests/sse.py`, `loadtests/endpoint.py`).
-Every session is a greenlet. What has not ended `limit_s` after the start counts as unfinished, and
-what was not sent until then counts as failed too: a server that holds requests up, or refuses a
-chat's first turn, must not have fewer of them in its figures.
+Every session is a greenlet. A request that gets no byte for 60 s fails as `timeout`. What has not
+ended `limit_s` after the start counts as unfinished, and what was not sent until then counts as
+failed too: a server that holds requests up, or refuses a chat's first turn, must not have fewer of
+them in its figures.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gevent import monkey
 if __name__ == "__main__":
     monkey.patch_all()  # before anything imports sockets
 
+import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -51,6 +53,9 @@ WARM_UP_LIMIT_S = 120.0  #: seconds for the whole warm-up; what has not ended th
 #: Requests under way. Further arrivals wait in the client, and that wait counts as latency: it is
 #: the server that has not answered.
 CONCURRENT_LIMIT = 8192
+#: Open files of this process besides the connections of requests under way: idle connections and
+#: pipes.
+OTHER_FILES = 64
 ERROR_EXIT_CODE = 1
 
 
@@ -159,7 +164,7 @@ def offer(facts: EndpointFacts, task: ClientTask) -> ClientReport:
     requests_digest = digest(load, facts.words(load.seed))
     cpu_began_s = time.process_time()
     client = LoadClient(facts, load.seed)
-    pool = Pool(CONCURRENT_LIMIT)
+    pool = Pool(concurrent_limit())
     with gevent.Timeout(task.limit_s, False):  # False: the block ends at the limit without error
         _spawn(client, load, pool)
         pool.join()
@@ -174,6 +179,23 @@ def offer(facts: EndpointFacts, task: ClientTask) -> ClientReport:
         answers=sorted(answers, key=lambda answer: answer.sent_s),
         model=facts.model,
     )
+
+
+def raise_open_file_limit() -> None:
+    """Let this process open as many files as it may: a connection is one, and 1,024 are usual."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
+def concurrent_limit() -> int:
+    """Return how many requests may be under way: no more than this process can have connections.
+
+    A connection that could not be opened would count as the server's failure.
+    """
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft_limit == resource.RLIM_INFINITY:
+        return CONCURRENT_LIMIT
+    return max(1, min(CONCURRENT_LIMIT, soft_limit - OTHER_FILES))
 
 
 def _spawn(client: LoadClient, load: Load, pool: Pool) -> None:
@@ -240,6 +262,7 @@ def _converse(client: LoadClient, session: ChatSession) -> None:
 
 def main() -> None:
     """Offer the task that stdin holds, and write its report to stdout."""
+    raise_open_file_limit()
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=ClientTask)
     try:
         facts = probe_endpoint(task.url)

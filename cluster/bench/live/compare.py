@@ -445,13 +445,16 @@ def _chat_rows(runs: Sequence[LayoutRuns]) -> list[dict[str, Any]]:
     """Return the TTFT of the turns behind the first one, and of ours over the best of vLLM.
 
     First turns are left out, as nothing of their prompts can be cached. `turns` are all later ones,
-    and `failed` those of them that failed, or were not sent as one before them had failed.
+    and `failed` those of them that failed, or were not sent as one before them had failed. Only
+    layouts of vLLM with results of the same seeds are peers.
     """
     later_turns = {run.layout: [answer for answer in run.answers if answer.turn] for run in runs}
-    peers = [later_turns[run.layout] for run in runs if not run.ours]
     rows: list[dict[str, Any]] = []
     for run in runs:
         answers = later_turns[run.layout]
+        peers = [
+            later_turns[peer.layout] for peer in runs if not peer.ours and peer.seeds == run.seeds
+        ]
         row: dict[str, Any] = {
             "layout": run.layout,
             "ours": run.ours,

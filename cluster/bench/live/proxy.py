@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import resource
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -135,6 +136,9 @@ def main() -> None:
     parser.add_argument("--backend", action="append", required=True)
     parser.add_argument("--prefill", action="append", default=[])
     options = parser.parse_args()
+    # A call takes two open files, and the usual limit of 1,024 would refuse calls in vLLM's name.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     proxy = Proxy(options.backend, options.prefill)
     app = web.Application(client_max_size=BODY_BYTES_LIMIT)
     app.on_startup.append(proxy.open)

@@ -49,11 +49,13 @@ class BareEngine:
 
     def __init__(self, options: EngineOptions) -> None:
         self._core: Any = start_core(options, None)
+        # Its steps prefill as much as those of the hosted engine.
+        self._core.scheduler.max_num_scheduled_tokens = options.limits.max_step_tokens
 
     def run(self, prompts: list[list[int]], answer_tokens: int) -> float:
         """Computes answers of so many tokens; returns the CPU seconds behind the first token.
 
-        With one token, those of the prompts.
+        With one token an answer, they are the CPU seconds of all the work, prompts included.
         """
         from vllm import SamplingParams
         from vllm.v1.engine import EngineCoreRequest

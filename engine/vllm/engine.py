@@ -24,7 +24,7 @@ from ..checkpoint_facts import read_facts
 from ..commands import BlocksReserved, EngineObservation, PrefixStaged, StagePrefix
 from ..engine import no_tier_blocks
 from ..engine_like import ReportProgress, StepEvent
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, UnsupportedModel
 from ..grammar import GrammarCompiler
 from ..options import EngineOptions, SchedulerLimits
 from ..sampler import SamplingFault, sample_tokens
@@ -35,10 +35,12 @@ from .hooks import HOOKS, REQUEST_ID
 from .hosted_request import HostedRequest, RequestState, request_id_of
 from .internals import (
     describe_attention,
+    find_window,
     give_worker_connector,
     is_preempted,
     take_worker_connector,
 )
+from .models import check_window
 from .pool import VllmPool, describe_format, format_hash
 from .prefix_blocks import PrefixBlocks
 from .prefix_names import PrefixNames
@@ -94,6 +96,8 @@ class VllmEngine:
         (self.kv_pool,) = self._registered_pools
         scheduler: Any = self._core.scheduler
         self._scheduler = scheduler
+        #: How many ids vLLM has room for in a step.
+        self._step_tokens_limit = int(scheduler.max_num_scheduled_tokens)
         scheduler.kv_event_publisher = self  # `publish` below gets the events of each step
         self._block_pool = scheduler.kv_cache_manager.block_pool
         layout = self.kv_pool.layout
@@ -101,6 +105,13 @@ class VllmEngine:
         self.max_model_len: int = min(
             model.max_model_len, self.block_count * options.limits.block_tokens
         )
+        try:
+            check_window(
+                model.architecture, find_window(scheduler.kv_cache_config), self.max_model_len
+            )
+        except UnsupportedModel:
+            self.close()
+            raise
         self._salt = fingerprint(options.model_folder)
         self.format_facts = describe_format(
             layout,
@@ -543,6 +554,8 @@ class VllmEngine:
         if not self._scheduler.has_requests():
             return self._take_answers()
         give_worker_connector(self._connector)
+        # vLLM reads its budget whenever it plans a step.
+        self._scheduler.max_num_scheduled_tokens = self._step_budget()
         began = time.perf_counter()
         outputs_by_client, computed = self._core.step_fn()
         self._core.post_step(computed)
@@ -560,6 +573,16 @@ class VllmEngine:
             for output in outputs.outputs:
                 events += self._book(output)
         return events
+
+    def _step_budget(self) -> int:
+        """Returns how many ids vLLM may compute in the step that begins now.
+
+        That are `max_step_tokens` of prompts, and one of each answer that goes on. vLLM has one
+        budget for both, and would give to prompts whatever the answers leave of a fixed one. An
+        answer whose KV has arrived begins within the share of the prompts.
+        """
+        answers = sum(request.computes_one_id for request in self._requests.values())
+        return min(self.limits.max_step_tokens + answers, self._step_tokens_limit)
 
     def _take_answers(self) -> list[StepEvent]:
         answers = self._answers

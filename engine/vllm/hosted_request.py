@@ -12,7 +12,8 @@ Life of a request:
     RECEIVING   It has blocks; a transfer writes into them, and vLLM waits.
     HELD        Its prompt is computed, and vLLM has ended it; our pins keep the blocks for a
                 transfer that reads them.
-    ABORTED     It was given up while RECEIVING; vLLM frees the blocks in its next step.
+    ABORTED     It was given up before vLLM heard that its KV has arrived; vLLM frees the blocks in
+                its next step.
 """
 
 from __future__ import annotations
@@ -81,6 +82,16 @@ class HostedRequest:
     def is_decoding(self) -> bool:
         """Whether its prompt is computed and it goes on token by token."""
         return self.state is RequestState.WAITING and self.sampled_tokens > 0
+
+    @property
+    def computes_one_id(self) -> bool:
+        """Whether its answer goes on in the next step, by computing the id that it got last.
+
+        False also while vLLM computes its ids again, having taken their blocks for others.
+        """
+        if not self.is_decoding:
+            return False
+        return bool(self.next_position - self.vllm_request.num_computed_tokens == 1)
 
 
 def request_id_of(attempt_key: AttemptKey, answer_index: int) -> str:

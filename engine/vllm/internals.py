@@ -7,6 +7,9 @@ from typing import Any
 
 from .start import check_version
 
+#: A window of no tokens: that of layers of which nobody knows here what vLLM keeps.
+DROPS_ANYTHING = 0
+
 
 def describe_attention(vllm_config: Any, layer_names: Iterable[str]) -> dict[str, str]:
     """Returns by name what decides how vLLM's attention orders the numbers inside of a block.
@@ -43,6 +46,28 @@ def _cpu_instruction_set(vllm_config: Any, layer: Any) -> str:
             vllm_config.cache_config.cache_dtype,
         )
     )
+
+
+def find_window(kv_cache_config: Any) -> int | None:
+    """Returns the tokens at the end of a sequence whose KV vLLM keeps, or None if it keeps all.
+
+    `kv_cache_config` is that of vLLM's scheduler. Where every layer has a sliding window, or
+    attends to chunks, vLLM puts its null block in the place of the blocks before. Of layers with a
+    window beside layers without one it keeps all, and makes their specs a `FullAttentionSpec`.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    windows: list[int] = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        # A group of layers that differ in their sizes has the spec of each.
+        layer_specs = getattr(spec, "kv_cache_specs", {"all layers": spec})
+        for layer_spec in layer_specs.values():
+            if not isinstance(layer_spec, FullAttentionSpec):
+                window = getattr(layer_spec, "sliding_window", None)
+                chunk = getattr(layer_spec, "attention_chunk_size", None)
+                windows.append(int(window or chunk or DROPS_ANYTHING))
+    return min(windows, default=None)
 
 
 def is_preempted(vllm_request: Any) -> bool:

@@ -57,6 +57,37 @@ def why_not(model: Any, vllm_block_tokens: int, block_tokens: int) -> str | None
     return None
 
 
+def check_window(architecture: str, window: int | None, max_model_len: int) -> None:
+    """Raises UnsupportedModel if vLLM drops KV of sequences that a worker of this length takes.
+
+    `window` is what `internals.find_window` has found once vLLM has started.
+    """
+    reason = why_not_window(window, max_model_len)
+    if reason is not None:
+        raise UnsupportedModel(f"{architecture} behind Diptych: {reason}")
+
+
+def why_not_window(window: int | None, max_model_len: int) -> str | None:
+    """Returns why workers cannot share a model whose KV vLLM drops, or None (pure).
+
+    A decode worker gets one and the same null block for all that lies before the window: what a
+    prefill worker writes there overwrites itself, and no checksum holds.
+    """
+    if window is None or max_model_len <= window:
+        return None
+    if not window:
+        return (
+            "it is not known whether vLLM keeps the KV of all tokens in layers of this kind, and "
+            "workers need all of it; serve it with vLLM alone"
+        )
+    return (
+        f"every layer has a sliding window (or chunks of attention) of {window} tokens, and vLLM "
+        f"drops the KV before it, which workers cannot exchange. They can serve sequences of at "
+        f"most {window} tokens, and here one may have {max_model_len} tokens: set "
+        f"model.max_model_len to {window} or less, or serve it with vLLM alone"
+    )
+
+
 def describe_error(error: Exception) -> str:
     """Returns what vLLM says in an error, without the list of all arguments that it may append."""
     text = str(error)

@@ -68,6 +68,7 @@ USED_SIGNATURES: dict[str, dict[str, tuple[str, ...]]] = {
             "block_hasher",
         ),
     },
+    "vllm.v1.kv_cache_interface.FullAttentionSpec": {},
     "vllm.v1.engine.EngineCoreRequest": {
         "__init__": ("request_id", "prompt_token_ids", "cache_salt", "priority"),
     },
@@ -96,12 +97,13 @@ USED_ATTRIBUTES = {
         "finished_req_ids",
         "kv_cache_manager",
         "has_requests",
+        "kv_cache_config",
         "max_num_scheduled_tokens",
     ),
     "core.scheduler.kv_cache_manager.block_pool": ("blocks", "num_gpu_blocks"),
 }
-#: vLLM may run this many times `max_running` requests at a time: those whose blocks are reserved
-#: for KV to come are on top.
+#: vLLM may run this many times `max_running` requests at a time. It looks at reservations only
+#: while it runs fewer than it may, so `max_running` answers never keep a reservation waiting.
 RESERVE_SLOTS = 2
 
 
@@ -254,7 +256,8 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "block_size": limits.block_tokens,
         "kv_cache_memory_bytes": options.kv_bytes,
         "max_num_seqs": RESERVE_SLOTS * limits.max_running,
-        # A step's prefill, and beside it a token of each that decodes.
+        # A step's prefill, and beside it a token of each that decodes: the room for them. How much
+        # of it a step may use is said before each (`VllmEngine._step_budget`).
         "max_num_batched_tokens": limits.max_step_tokens + RESERVE_SLOTS * limits.max_running,
         "enable_prefix_caching": True,
         # Gateways refuse images, so nothing before the language model is loaded.

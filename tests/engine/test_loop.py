@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diptych.engine import commands
+from diptych.engine import commands, loop
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.loop import EngineThread
 from diptych.engine.sequence import BlocksFilled, SequenceOutput
@@ -20,6 +20,31 @@ from diptych.protos.frames import Sampling
 from .rig import alone, engine, prompt, request
 
 PATIENCE_S = 60.0
+
+
+class BlockedEngine:
+    """An engine with work that no step gets done, as all blocks are in use."""
+
+    cores = ()
+    kv_pool = None
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.announce_filled: Any = None
+        self.thread: Any = None
+
+    def step(self) -> list[Any]:
+        self.steps += 1
+        return []
+
+    def idle(self) -> bool:
+        return False
+
+    def pin_for_demotion(self) -> list[Any]:
+        return []
+
+    def release(self, attempt_key: object) -> None:
+        """Nothing is here to be released."""
 
 
 class Harness:
@@ -220,3 +245,38 @@ def test_a_broken_contract_ends_the_thread_where_it_can_be_seen(checkpoint) -> N
     made.thread.submit("not a command")
     made.thread._thread.join(PATIENCE_S)
     assert not made.thread.alive
+
+
+@pytest.fixture
+def blocked(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedEngine]:
+    monkeypatch.setattr(loop, "enter_device", lambda pool: None)
+    made = BlockedEngine()
+    made.thread = EngineThread(made, lambda events: None)  # type: ignore[arg-type]
+    yield made
+    made.thread.stop()
+    assert not made.thread.alive
+
+
+def test_it_does_not_spin_while_steps_bring_nothing(blocked: BlockedEngine) -> None:
+    """Transfers hold the blocks, and to end they need the interpreter."""
+    began = time.perf_counter()
+    blocked.thread.start()
+    time.sleep(0.2)
+    seconds = time.perf_counter() - began
+    assert 2 < blocked.steps <= 3 + seconds / 1e-3, "it steps more than once in a millisecond"
+
+
+def test_a_command_ends_the_pause_and_two_steps_follow_at_once(
+    blocked: BlockedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first one vLLM takes note of KV that has arrived, in the second it computes."""
+    monkeypatch.setattr(loop, "FRUITLESS_ROUND_S", 2 * PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
+    blocked.thread.start()
+    for commands_sent in range(3):
+        expected = 2 * (commands_sent + 1)
+        while blocked.steps < expected and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert blocked.steps == expected
+        blocked.thread.submit(commands.ReleaseSequence(("nobody", 0)))

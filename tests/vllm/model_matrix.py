@@ -73,7 +73,11 @@ def _can_import(library: str) -> bool:
 
 ROWS = (
     ModelRow("llama", "the plain shape"),
-    ModelRow("mistral", "every layer has a sliding window"),
+    ModelRow(
+        "mistral",
+        "every layer has a sliding window",
+        refused_with="every layer has a sliding window",
+    ),
     ModelRow("phi3", "Q, K and V in one matrix"),
     ModelRow("qwen2_moe", "experts, one of them shared"),
     ModelRow("qwen3_int8", "compressed-tensors W8A8: int8 weights and activations"),
@@ -104,9 +108,11 @@ def prompt_ids() -> list[int]:
     return random.Random(0).choices(range(8, VOCAB), k=PROMPT_TOKENS)
 
 
-def open_model(folder: Path) -> VllmEngine:
+def open_model(folder: Path, max_model_len: int | None = None) -> VllmEngine:
     """Starts vLLM in this process, beside another one of the same model at most."""
-    return VllmEngine(EngineOptions(folder, kv_bytes=KV_BYTES, limits=LIMITS))
+    return VllmEngine(
+        EngineOptions(folder, kv_bytes=KV_BYTES, limits=LIMITS, max_model_len=max_model_len)
+    )
 
 
 @dataclass
@@ -163,7 +169,7 @@ def alone_answers(folders: list[Path]) -> list[Any]:
             prompt_ids(),
             answer_tokens=ANSWER_TOKENS,
             block_tokens=LIMITS.block_tokens,
-            step_tokens=LIMITS.max_step_tokens + sequences,
+            step_tokens=LIMITS.max_step_tokens,
             sequences=sequences,
             kv_bytes=KV_BYTES,
         )

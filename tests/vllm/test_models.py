@@ -10,11 +10,14 @@ import pytest
 import torch
 from diptych.engine.checkpoint_facts import read_facts
 from diptych.engine.errors import EngineError, UnsupportedModel
+from diptych.engine.vllm.internals import find_window
 from diptych.engine.vllm.models import describe_error, why_not
 from diptych.engine.vllm.pool import pool_layout
+from diptych.engine.vllm.self_test import check_moved_blocks
 from diptych.engine.vllm.start import check_arguments
 
 from tests.support import vllm_checkpoints
+from tests.support.checkpoints import VOCAB
 
 from .model_matrix import ROWS, ModelRow, alone_answers, open_model, split_answer
 
@@ -75,6 +78,20 @@ def test_a_model_is_refused_by_name(row: ModelRow, make_model: MakeModel) -> Non
     assert row.refused_with is not None
     with pytest.raises(UnsupportedModel, match=row.refused_with):
         open_model(make_model(row.name))
+
+
+@pytest.mark.parametrize(
+    ("name", "max_model_len", "window"),
+    [("llama", None, None), ("gemma3_text", None, None), ("mistral", 100, 100)],
+)
+def test_within_its_window_a_model_works(
+    make_model: MakeModel, name: str, max_model_len: int | None, window: int | None
+) -> None:
+    """Where some layers have none, vLLM keeps the KV of all tokens."""
+    engine = open_model(make_model(name), max_model_len)
+    assert find_window(engine._scheduler.kv_cache_config) == window
+    check_moved_blocks(engine, VOCAB)
+    engine.close()
 
 
 def test_the_readme_lists_the_matrix() -> None:

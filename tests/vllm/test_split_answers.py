@@ -6,6 +6,7 @@ Two engines in one thread; a copy between their pools stands for the transfer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,7 @@ def test_a_split_answer_is_the_unsplit_one(kit: EngineKit, sampling: Sampling) -
 def test_equal_prompts_in_one_step_send_what_was_computed(kit: EngineKit) -> None:
     """The second one's leading block is a cached one whose KV the same forward pass computes."""
     length = 100
+    kit.limits = replace(kit.limits, max_step_tokens=2 * length)
     names = ("a", "b")
     prefill_engine, decode_engine = kit.open(), kit.open()
     lane = Lane(LaneEnd(prefill_engine.kv_pool.layout), LaneEnd(decode_engine.kv_pool.layout))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +128,8 @@ def test_prompts_are_computed_in_the_order_of_their_deadlines(
     checkpoint: Callable[[str], Path],
 ) -> None:
     """Whichever came first; what is in the background comes last."""
-    limits = replace(LIMITS, max_running=4)  # a step has room for one prompt
-    folder = checkpoint("llama")
-    kit = EngineKit(lambda limits, blocks: open_engine(folder, limits, blocks), VOCAB, limits)
+    folder = checkpoint("llama")  # a step has room for no more than one prompt
+    kit = EngineKit(lambda limits, blocks: open_engine(folder, limits, blocks), VOCAB, LIMITS)
     for stop_after_first in (False, True):
         engine = kit.open(40)
         deadlines = {"late": 90.0, "none of its own": 1.0, "early": 30.0, "middle": 60.0}
@@ -142,6 +140,25 @@ def test_prompts_are_computed_in_the_order_of_their_deadlines(
             engine.add(sequence)
         order = first_tokens(run(engine))
         assert order == ["early", "middle", "late", "none of its own"]
+
+
+def test_a_step_of_vllm_prefills_max_step_tokens_at_most(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """Beside nothing, and beside an answer that goes on: that has a token of its own."""
+    folder = checkpoint("llama")
+    kit = EngineKit(lambda limits, blocks: open_engine(folder, limits, blocks), VOCAB, LIMITS)
+    engine = kit.open(40)
+    engine.add(kit.sequence("first", Sampling(20), length=300))
+    computed: list[int] = []
+    for _ in range(3):
+        engine.step()
+        computed.append(engine.statistics()["prefill_tokens"])
+    assert computed == [128, 256, 300]
+    engine.add(kit.sequence("second", Sampling(2), length=300, seed=1))
+    outputs = engine.step()
+    assert engine.statistics()["prefill_tokens"] == 300 + 128
+    assert [output.attempt_key[0] for output in outputs] == ["first"], "it waits for the prompt"
 
 
 def test_an_argument_of_the_operator_reaches_vllm(checkpoint: Callable[[str], Path]) -> None:

@@ -9,6 +9,7 @@ import pytest
 from diptych.engine.commands import BlocksReserved
 from diptych.engine.options import EngineOptions, SchedulerLimits
 from diptych.engine.sequence import Sequence, SequenceOutput
+from diptych.engine.vllm import engine as engine_module
 from diptych.engine.vllm.engine import RESERVE_STEPS, VllmEngine
 from diptych.engine.vllm.hosted_request import HostedRequest, RequestState
 from diptych.protos.frames import Sampling
@@ -62,6 +63,82 @@ def test_a_reservation_is_not_refused_while_a_prompt_takes_the_steps(engine: Vll
         engine._refuse_overdue_reservations()
     assert engine._answers == [BlocksReserved(("request", 0), None)], "the pool is too full"
     assert engine._requests == {}
+
+
+def answering(
+    engine: VllmEngine, name: str, *, sampled: int = 10, computed: int | None = None
+) -> HostedRequest:
+    """An answer to a prompt of 100 ids that has gone on; `computed` of its ids have KV."""
+    sequence = Sequence((name, 0), list(range(100 + sampled)), 100, Sampling(max_tokens=50))
+    request = HostedRequest(sequence, RequestState.WAITING, 100, sampled_tokens=sampled)
+    if computed is None:
+        computed = 100 + sampled - 1
+    request.vllm_request = SimpleNamespace(num_preemptions=0, num_computed_tokens=computed)
+    engine._requests[request.request_id] = request
+    return request
+
+
+def budget_of_step(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many ids vLLM may compute in the engine's next step, which computes nothing."""
+    budgets: list[int] = []
+
+    def step_fn() -> tuple[None, bool]:
+        budgets.append(engine._scheduler.max_num_scheduled_tokens)
+        engine._step_tokens = 0
+        return None, False
+
+    engine._core = SimpleNamespace(step_fn=step_fn, post_step=lambda computed: None)  # type: ignore[assignment]
+    engine._scheduler.has_requests = lambda: True
+    engine._connector = None
+    monkeypatch.setattr(engine_module, "give_worker_connector", lambda connector: None)
+    engine.step()
+    (budget,) = budgets
+    return budget
+
+
+def test_a_step_prefills_max_step_tokens_at_most(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer that goes on has a token of its own beside them, and prompts never get that."""
+    engine.options = EngineOptions(
+        Path("/nowhere"), limits=SchedulerLimits(block_tokens=64, max_step_tokens=64)
+    )
+    engine._step_tokens_limit = STEP_BUDGET
+    waiting = host(engine, RequestState.WAITING)  # its prompt is to be computed
+    waiting.vllm_request.num_computed_tokens = 0
+    assert budget_of_step(engine, monkeypatch) == 64
+    for name in ("a", "b"):
+        answering(engine, name)
+    assert budget_of_step(engine, monkeypatch) == 64 + 2, "answers wait for the prompt"
+    answering(engine, "preempted", computed=0)
+    answering(engine, "computed again in part", computed=64)
+    assert budget_of_step(engine, monkeypatch) == 64 + 2, "what is computed again is prefill"
+
+
+def test_a_step_has_no_more_ids_than_vllm_was_started_for(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.options = EngineOptions(
+        Path("/nowhere"), limits=SchedulerLimits(block_tokens=64, max_step_tokens=STEP_BUDGET - 1)
+    )
+    engine._step_tokens_limit = STEP_BUDGET
+    for name in "abc":
+        answering(engine, name)
+    assert budget_of_step(engine, monkeypatch) == STEP_BUDGET
+
+
+def test_a_reservation_is_refused_by_the_budget_that_its_step_had(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that takes up a step has kept vLLM from looking, at whatever budget."""
+    engine._step_tokens_limit = 10 * STEP_BUDGET
+    request = host(engine, RequestState.RESERVING)
+    budget = engine.limits.max_step_tokens
+    assert budget_of_step(engine, monkeypatch) == budget
+    assert request.waited_steps == 1, "the step had budget to spare"
+    engine._step_tokens = budget
+    engine._refuse_overdue_reservations()
+    assert request.waited_steps == 1, "the step had none"
 
 
 @pytest.mark.parametrize("leaves", [True, False])

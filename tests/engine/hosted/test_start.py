@@ -88,6 +88,20 @@ def test_what_does_not_fit_is_refused_by_name(
             {"engine.kind": "vllm", "pools.decode.engine.itl_budget_ms": 20},
             "pools.decode.engine.itl_budget_ms.* set pools.decode.engine.max_step_tokens",
         ),
+        *(
+            (
+                {"engine.kind": "vllm", f"pools.{pool}.engine.{name}": value},
+                rf"pools\.{pool}\.engine\.{name}.* {instead}",
+            )
+            for pool in ("prefill", "decode")
+            for name, value, instead in (
+                ("draft_tokens", 4, "speculation"),
+                ("weights", "fp8", r"engine\.vllm\.quantization"),
+                ("kv_dtype", "float8_e4m3fn", r"model\.dtype"),
+                ("exact", True, "depend on the batch"),
+                ("attention", "torch", "kernels of its own"),
+            )
+        ),
         ({"engine.kind": "sglang"}, "'diptych' or 'vllm'"),
     ],
 )
@@ -152,6 +166,7 @@ def test_a_core_without_a_part_is_refused_by_the_part(some_vllm: None) -> None:
             finished_req_ids=None,
             has_requests=None,
             max_num_scheduled_tokens=None,
+            kv_cache_config=None,
         ),
     )
     with pytest.raises(start.VllmUnavailable) as refusal:

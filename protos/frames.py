@@ -234,6 +234,7 @@ class WorkerCard(msgspec.Struct, frozen=True):
     max_running: int = 128  #: sequences that decode at a time
     metrics: str = ""  #: host:port where Prometheus finds its metrics
     step_ms: float = 0.0  #: limit of a step that prefills beside decode; 0: no limit
+    max_model_len: int = 0  #: tokens of a prompt and its answer, at most; 0: unknown
 
 
 class LoadingProgress(msgspec.Struct, tag="loading", frozen=True):
@@ -599,8 +600,8 @@ class KeyUsageReport(msgspec.Struct, tag="key_usage", frozen=True):
 
 # ---- calls, answered by `CallReply` --------------------------------------------------------------
 # `call_id` is chosen by the caller; the reply has the same one.
-# Control calls the router (`InspectProcess`) and the workers. The router calls the gateways, for
-# their statistics and when it is stopped.
+# Control calls the router and the workers. Gateways ask a worker for a sign of life
+# (`InspectProcess`). The router calls the gateways, for their statistics and when it is stopped.
 
 
 class InspectProcess(msgspec.Struct, tag="inspect", frozen=True):

@@ -108,7 +108,8 @@ def _show(report: dict[str, Any], output: str) -> None:
     print_table([HOST_COLUMNS, *(_host_row(host) for host in report["workers"])])
     for finding in report["findings"]:
         typer.echo(f"\n{finding['severity']}: {finding['what']}")
-        typer.echo(f"  where  {', '.join(finding['where'])}")
+        if finding["where"]:
+            typer.echo(f"  where  {', '.join(finding['where'])}")
         typer.echo(f"  next   {finding['next']}")
 
 

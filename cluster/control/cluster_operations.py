@@ -7,6 +7,7 @@ worker's id belongs to one model.
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from ..gateway.errors import ApiError
 from .autopilot import Autopilot
 from .doctor import Doctor
 from .operations import Operations
-from .orders import ROLES, WorkerStatistics, find_workers
+from .orders import ROLES, WorkerStatistics, find_exact, find_workers
 from .status import summarize_models
 
 
@@ -107,23 +108,33 @@ class ClusterOperations:
     async def latest_decisions(self, count: int, model: str = "") -> list[dict[str, Any]]:
         """Return the last `count` decisions of a model's router, newest first; else of all routers.
 
-        Each says its `model`, within which decisions are numbered. Raises ApiError.
+        Each says its `model`, within which decisions are numbered. Routers that do not answer are
+        left out. Raises ApiError if none answers.
         """
         names = [self.find(model).name] if model else list(self.models)
-        lists = await asyncio.gather(
-            *(self.models[name].operations.latest_decisions(count) for name in names)
+        answers = await asyncio.gather(
+            *(self.models[name].operations.latest_decisions(count) for name in names),
+            return_exceptions=True,
         )
-        decisions = [
-            {**decision, "model": name}
-            for name, model_decisions in zip(names, lists, strict=True)
-            for decision in model_decisions
-        ]
+        decisions: list[dict[str, Any]] = []
+        errors: list[ApiError] = []
+        for name, answer in zip(names, answers, strict=True):
+            if isinstance(answer, ApiError):
+                errors.append(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                decisions += [{**decision, "model": name} for decision in answer]
+        if errors and len(errors) == len(names):
+            raise errors[0]
         if len(names) > 1:
             decisions.sort(key=lambda decision: decision["at"], reverse=True)
         return decisions[:count]
 
     async def explain(self, request_id: str) -> list[dict[str, Any]]:
         """Return the decisions of all models' routers about a client's request. Raises ApiError."""
+        if not request_id:  # without one, a router would be asked for statistics
+            raise ApiError("invalid_request", "name a request by its id", "request_id")
         decisions: list[dict[str, Any]] = []
         errors: list[ApiError] = []
         for model in list(self.models.values()):
@@ -146,8 +157,9 @@ class ClusterOperations:
         result = await chosen.operations.scale(counts, dry_run=dry_run)
         # The command that orders the old counts again. Of several models it must name this one.
         if len(self.models) > 1 and result["undo"]:
-            for pool in ROLES:
-                result["undo"] = result["undo"].replace(f" {pool}=", f" {chosen.name}/{pool}=")
+            program, command, *counts_before = result["undo"].split()
+            named_counts = [f"{chosen.name}/{count}" for count in counts_before]
+            result["undo"] = shlex.join([program, command, *named_counts])
         return result
 
     async def drain(
@@ -174,11 +186,24 @@ class ClusterOperations:
     async def _owner(self, name: str) -> tuple[Operations, str]:
         """Return the operations of the model whose workers `name` means, and the name there.
 
-        `name` may begin with a model's name and a slash. Raises ApiError.
+        `name` may begin with a model's name and a slash; of several such models the one with the
+        longest name is meant. A worker that has this very id or alias comes first, as a model may
+        be named like a pool. Raises ApiError.
         """
-        for model in self.models.values():
-            if name.startswith(f"{model.name}/"):
-                return model.operations, name.removeprefix(f"{model.name}/")
+        prefixes = [f"{model}/" for model in self.models if name.startswith(f"{model}/")]
+        prefix = max(prefixes, key=len, default="")
+        if name == prefix:  # an empty name would be the beginning of every id
+            raise ApiError("invalid_request", "name a worker or a pool")
+        if prefix.partition("/")[0] in ROLES:
+            exact_owners = [
+                model
+                for model, group in (await self._workers_by_model()).items()
+                if find_exact(group, name)
+            ]
+            if len(exact_owners) == 1:
+                return self.find(exact_owners[0]).operations, name
+        if prefix:
+            return self.find(prefix[:-1]).operations, name.removeprefix(prefix)
         if len(self.models) == 1:
             return self.find("").operations, name
         if name in ROLES:

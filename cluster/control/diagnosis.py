@@ -124,7 +124,7 @@ class Finding(msgspec.Struct, frozen=True):
     what: str
     #: What to do.
     next: str
-    #: Ids of workers, or pairs `source -> sink` of them.
+    #: Ids of workers, or pairs `source -> sink` of them; empty where there is no worker.
     where: list[str]
 
 
@@ -241,6 +241,10 @@ def diagnose(
     environments = {host.environment.worker: host.environment for host in hosts}
     pairs = [diagnose_pair(measurement, environments) for measurement in measurements]
     findings: list[Finding] = []
+    if not hosts and not measurements:
+        what = "no worker has joined: nothing was examined"
+        remedy = "see which processes are missing (diptych status), and their logs"
+        findings.append(Finding(Severity.ERROR, what, remedy, []))
     for pair in pairs:
         if pair.reason:
             findings.append(_failed_probe_finding(pair))

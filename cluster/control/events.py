@@ -8,6 +8,7 @@ from typing import Any
 
 from ..gateway.edge import sse
 from .cluster_operations import ClusterOperations
+from .operations import Operations
 
 INTERVAL_S = 1.0  #: Between two statuses.
 #: Decisions that are looked at after each status. Older ones are left out: at more than 50 requests
@@ -26,12 +27,16 @@ async def events(operations: ClusterOperations) -> AsyncGenerator[bytes, None]:
     feeds: dict[str, _ModelFeed] = {}
     while True:
         yield sse.event(await operations.status(), "cluster")
-        # A model that is added again numbers its actions anew.
-        feeds = {name: feed for name, feed in feeds.items() if name in operations.models}
-        for name, model in list(operations.models.items()):
-            feed = feeds.setdefault(name, _ModelFeed())
-            decisions = await model.operations.plane.latest(DECISIONS_LIMIT) or []
-            for decision in feed.new_decisions(decisions):
+        models = dict(operations.models)
+        feeds = {name: feed for name, feed in feeds.items() if name in models}
+        for name, model in models.items():
+            # A model that is added again, or was deployed anew, numbers its actions anew.
+            if name not in feeds or feeds[name].operations is not model.operations:
+                feeds[name] = _ModelFeed(model.operations)
+            feed = feeds[name]
+            decisions = await model.operations.plane.latest(DECISIONS_LIMIT)
+            # None is a late answer, after which what was sent is not new again.
+            for decision in [] if decisions is None else feed.new_decisions(decisions):
                 yield sse.event({**decision, "model": name}, "decision")
             for action in feed.new_actions(list(model.operations.actions)):
                 yield sse.event({**action, "model": name}, "action")
@@ -41,7 +46,8 @@ async def events(operations: ClusterOperations) -> AsyncGenerator[bytes, None]:
 class _ModelFeed:
     """What was sent of one model's decisions and actions."""
 
-    def __init__(self) -> None:
+    def __init__(self, operations: Operations) -> None:
+        self.operations = operations
         #: Of the decisions sent in the last batch: number -> how many observations they had.
         self._sent_observations: dict[int, int] = {}
         self._last_action_number = 0

@@ -59,7 +59,9 @@ class History:
     def __init__(self) -> None:
         #: The wall clock's time of each sample, oldest first, and its values by name.
         self._samples = deque[tuple[float, dict[str, Value]]](maxlen=SAMPLES_LIMIT)
-        #: What the router had counted at the last sample.
+        #: The term of the router at the last sample, which no other router has; None before that.
+        self._term: int | None = None
+        #: What that router had counted.
         self._hit_tokens = 0
         self._prompt_tokens = 0
 
@@ -70,15 +72,20 @@ class History:
         self._samples.append((at, values))
 
     def _prefix_hit(self, router: dict[str, Any]) -> Value:
-        """Return the share of cached tokens since the last sample; None if no prompt came."""
+        """Return the share of cached tokens since the last sample.
+
+        None if no prompt came, or if that sample was not of the same router.
+        """
+        is_same_router = router["term"] == self._term
+        self._term = router["term"]
         hit_tokens = router.get("hit_tokens", 0)
         prompt_tokens = router.get("prompt_tokens", 0)
         new_hits = hit_tokens - self._hit_tokens
         new_prompt_tokens = prompt_tokens - self._prompt_tokens
         self._hit_tokens = hit_tokens
         self._prompt_tokens = prompt_tokens
-        # A router that restarted counts from zero again.
-        if new_prompt_tokens <= 0 or new_hits < 0:
+        # A router counts from its own start.
+        if not is_same_router or new_prompt_tokens <= 0 or new_hits < 0:
             return None
         return round(min(1.0, new_hits / new_prompt_tokens), 4)
 

@@ -202,6 +202,7 @@ class AdminGuard:
 
     def __init__(self, settings: ControlSettings) -> None:
         self._key_file = Path(settings.key_file) if settings.key_file else None
+        self._scheme = "https" if settings.tls_cert else "http"
 
     async def __call__(self, request: HttpRequest, call_next: RequestResponseEndpoint) -> Response:
         """Answer a request, or refuse it. Health probes and the live page's files need no key."""
@@ -228,12 +229,14 @@ class AdminGuard:
         if self._key_file is None:
             return None
         try:
-            key = self._key_file.read_text().strip()
+            key = self._key_file.read_bytes().strip()
         except OSError as error:
             return ApiError("internal", f"the key file cannot be read: {error.strerror}")
         scheme, _, sent_key = authorization.partition(" ")
+        # Starlette decodes the bytes of a header as Latin-1.
+        sent_bytes = sent_key.encode("latin-1", errors="replace")
         # In constant time: how long it takes says nothing of the key.
-        keys_match = hmac.compare_digest(sent_key.encode(), key.encode())
+        keys_match = hmac.compare_digest(sent_bytes, key)
         # An empty file is no key that anybody could send.
         if key and scheme.lower() == "bearer" and keys_match:
             return None
@@ -246,9 +249,10 @@ class AdminGuard:
         in `Host` by which the page found this machine, gives it away.
         """
         host = headers.get("host", "")
-        host_name = host.rpartition(":")[0] or host
+        # An IPv6 address has colons of its own, and brackets around them.
+        host_name = host if host.endswith("]") else host.rpartition(":")[0] or host
         # The live page at /dashboard sends this server's own origin.
-        has_own_origin = headers.get("origin") in (None, f"http://{host}")
+        has_own_origin = headers.get("origin") in (None, f"{self._scheme}://{host}")
         if host_name.strip("[]") in LOOPBACK and has_own_origin:
             return None
         return ApiError(
@@ -308,8 +312,8 @@ class AdminRoutes:
     async def cluster(self, _: HttpRequest) -> Response:
         return JSONResponse(await self._operations.status())
 
-    async def pools(self, _: HttpRequest) -> Response:
-        status = await self._operations.status()
+    async def pools(self, request: HttpRequest) -> Response:
+        status = await self._model_of(request).operations.status()
         return JSONResponse(status["pools"])
 
     async def replicas(self, _: HttpRequest) -> Response:
@@ -324,11 +328,15 @@ class AdminRoutes:
 
     async def decisions(self, request: HttpRequest) -> Response:
         text = request.query_params.get("limit", "20")
-        if not text.isdecimal() or not 1 <= int(text) <= DECISIONS_LIMIT:
+        try:
+            limit = int(text) if text.isdecimal() else 0
+        except ValueError:  # Python reads no number of thousands of digits
+            limit = 0
+        if not 1 <= limit <= DECISIONS_LIMIT:
             message = f"limit must be between 1 and {DECISIONS_LIMIT}"
             raise ApiError("invalid_request", message, "limit")
         model = request.query_params.get("model", "")
-        decisions = await self._operations.latest_decisions(int(text), model)
+        decisions = await self._operations.latest_decisions(limit, model)
         return JSONResponse({"decisions": decisions})
 
     async def explain(self, request: HttpRequest) -> Response:

@@ -207,6 +207,9 @@ class KubeRayPools:
             headers={"authorization": f"Bearer {token}"},
             verify=verify,
             timeout=REQUEST_TIMEOUT_S,
+            # The API server is in the cluster, where no proxy leads. httpx would not see that by
+            # the CIDRs that NO_PROXY usually has there.
+            trust_env=False,
         )
 
 
@@ -224,6 +227,8 @@ def _raise_if_refused(response: httpx.Response) -> None:
 def _server_url_of_this_pod() -> str:
     host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
+    if ":" in host:  # the address of an IPv6 cluster, bare
+        host = f"[{host}]"
     return f"https://{host}:{port}"
 
 

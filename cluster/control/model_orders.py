@@ -18,17 +18,17 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from ..applications import model_application_name
+from ..applications import MODEL_BUILDER, model_application_name
 from ..config import ClusterConfig, ConfigError, describe_message
 from ..gateway.attempt.plane import Plane
 from ..gateway.errors import ApiError
 from ..launch.checkpoint import find_checkpoint
 from ..launch.local_cluster import PreparedModel, check_formats, serve_model_application
-from ..model_entries import slug_of
+from ..model_entries import MODEL_SECTIONS, slug_of
 from . import serve
 from .cluster_operations import ClusterOperations
 from .kuberay import runs_on_kuberay
-from .operations import Operations
+from .operations import RESIZE_TIMEOUT_S, Operations
 from .serve import ScaleError
 
 log = logging.getLogger(__name__)
@@ -83,12 +83,19 @@ class ModelOrders:
         """
         self._check_owner()
         try:
-            config = self._config.with_model(ClusterConfig.model_validate(tree))
+            model_tree = ClusterConfig.model_validate(tree)
         except ValidationError as error:
             mistake = error.errors()[0]
             place = ".".join(map(str, mistake["loc"]))
             raise ApiError("invalid_request", f"{place}: {describe_message(mistake)}") from None
-        config = config.named(name)
+        other_sections = [section for section in tree if section not in MODEL_SECTIONS]
+        if other_sections:
+            message = (
+                f"{', '.join(other_sections)}: not of one model; "
+                f"its sections are {', '.join(MODEL_SECTIONS)}"
+            )
+            raise ApiError("invalid_request", message)
+        config = self._config.with_model(model_tree).named(name)
         refusal = self._refusal(name, config)
         if refusal:
             raise ApiError("invalid_request", refusal)
@@ -101,9 +108,34 @@ class ModelOrders:
         config = _with_own_log_folder(config, slug_of(name))
         if not dry_run:
             model = PreparedModel(application, config, checkpoint)
-            deployed = serve_model_application(model)
-            await _change(lambda applications: serve.with_application(applications, deployed))
+            await self._deploy(serve_model_application(model))
         return {"model": name, "application": application, "dry_run": dry_run}
+
+    async def _deploy(self, deployed: dict[str, Any]) -> None:
+        """Let Serve run one more model's application. Raises ApiError if Serve does not take it."""
+
+        def with_deployed(applications: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            changed = serve.with_application(applications, deployed)
+            # Models that were added a moment ago are not known to Control yet, only to Serve.
+            other_names = {
+                other_name
+                for application in applications
+                if application.get("import_path") == MODEL_BUILDER
+                for other_name in _client_names(application)
+            }
+            refusal = _repeated_refusal(_client_names(deployed), other_names)
+            if refusal:
+                raise ApiError("invalid_request", refusal)
+            return changed
+
+        try:
+            await _change(with_deployed)
+        except ApiError:
+            raise
+        except Exception as error:  # of Ray, which may have passed the order on all the same
+            reason = str(error) or type(error).__name__
+            message = f"no answer to the order ({reason}): look at `diptych status` before again"
+            raise ApiError("no_capacity", message) from None
 
     async def remove(self, name: str, *, dry_run: bool) -> dict[str, Any]:
         """Take no more requests for a model, and delete it behind those that run.
@@ -115,7 +147,13 @@ class ModelOrders:
             if name not in self._operations.models:
                 names = ", ".join(self._operations.models)
                 raise ApiError("not_found", f"no model {name}; there are {names}")
-            if not self._operations.models.keys() - self._removals.keys() - {name}:
+            # A model that was deleted is known here until `ModelWatch` has missed it.
+            staying_names = {
+                model.name
+                for model in self._operations.models.values()
+                if not model.operations.is_leaving
+            }
+            if not staying_names - {name}:
                 raise ApiError("refused", f"{name} is the only model that stays: stop the cluster")
             model: Any = self._operations.models[name]
             if not dry_run:
@@ -165,9 +203,9 @@ class ModelOrders:
             for model in self._operations.models.values()
             for other_name in (model.name, *model.operations.config.model.served_names)
         }
-        repeated = {name, *config.model.served_names} & other_names
-        if repeated:
-            return f"another model has the name {', '.join(sorted(repeated))}"
+        refusal = _repeated_refusal({name, *config.model.served_names}, other_names)
+        if refusal:
+            return refusal
         if config.router.classes != self._config.router.classes:
             return "router.classes are the whole cluster's: leave them as they are"
         return None
@@ -214,9 +252,27 @@ def _with_own_log_folder(config: ClusterConfig, slug: str) -> ClusterConfig:
     return config.model_copy(update={"router": router})
 
 
+def _client_names(application: dict[str, Any]) -> set[str]:
+    """Return the names by which clients mean the model of a Serve application config."""
+    model: dict[str, Any] = application.get("args", {}).get("model") or {}
+    return {name for name in (model.get("name"), *model.get("served_names", [])) if name}
+
+
+def _repeated_refusal(names: set[str], other_names: set[str]) -> str | None:
+    """Return why a model may not have these names beside others that have theirs, or None."""
+    repeated_names = names & other_names
+    if not repeated_names:
+        return None
+    return f"another model has the name {', '.join(sorted(repeated_names))}"
+
+
 async def _change(change: serve.ApplicationsChange) -> None:
-    """Change Serve's applications. Raises ApiError."""
+    """Change Serve's applications. Raises ApiError, and whatever Ray raises.
+
+    Raises TimeoutError after `RESIZE_TIMEOUT_S`: other orders wait meanwhile.
+    """
     try:
-        await serve.change_applications(change)
+        async with asyncio.timeout(RESIZE_TIMEOUT_S):
+            await serve.change_applications(change)
     except ScaleError as error:
         raise ApiError("refused", str(error)) from None

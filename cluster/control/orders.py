@@ -66,6 +66,11 @@ def undo_command(changes: list[PoolChange]) -> str | None:
     return f"diptych scale {' '.join(counts_before)}" if counts_before else None
 
 
+def find_exact(workers: list[WorkerStatistics], name: str) -> list[WorkerStatistics]:
+    """Return the workers that have this very id or alias."""
+    return [worker for worker in workers if name in (worker["id"], worker.get("alias"))]
+
+
 def find_workers(workers: list[WorkerStatistics], name: str) -> list[WorkerStatistics]:
     """Return the workers that `name` means.
 
@@ -75,7 +80,7 @@ def find_workers(workers: list[WorkerStatistics], name: str) -> list[WorkerStati
     """
     if name in ROLES:
         return [worker for worker in workers if worker["home"] == name]
-    exact_matches = [worker for worker in workers if name in (worker["id"], worker.get("alias"))]
+    exact_matches = find_exact(workers, name)
     if exact_matches:
         return exact_matches
     prefix_matches = [

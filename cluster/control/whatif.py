@@ -83,7 +83,7 @@ def simulate_whatif(
             f"{len(served)} of the last requests were served to their end; "
             f"{MIN_REQUESTS} are needed"
         )
-    roles = [card.role or card.pool for card in cards]
+    roles = [card.role for card in cards]  # empty: drained or leaving, so it gets nothing new
     present = WhatIfScenario(
         policy=config.policy, prefill=roles.count("prefill"), decode=roles.count("decode")
     )

@@ -228,6 +228,12 @@ def test_a_pair_that_moved_nothing_says_why(reason: str, severity: str) -> None:
     assert report.pairs[0].transport == "" and report.pairs[0].reason == reason
 
 
+def test_without_a_worker_nothing_is_healthy() -> None:
+    report = diagnose([], [], "auto", choose_pairs([])[1])
+    assert (report.state, [severity for severity, _ in said(report)]) == ("degraded", ["error"])
+    assert "no worker has joined" in report.findings[0].what
+
+
 def test_a_worker_that_says_nothing_of_itself_is_an_error() -> None:
     report = diagnose(
         [HostObservation(host(A))], [PairMeasurement(B, B, reason="no_answer")], "auto", "scope"

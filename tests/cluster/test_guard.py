@@ -11,12 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway.attempt.terms import Terms, read_terms
 from diptych.cluster.gateway.edge.guard import HEADERS_MAX, RequestGuard
 from diptych.cluster.gateway.edge.http import error_response
 from diptych.cluster.gateway.edge.keys import AccessControl, ApiKey, add_key
 from diptych.cluster.gateway.edge.sse import BODY_MAX
 from diptych.cluster.gateway.errors import ERROR_KINDS, ApiError
+from diptych.cluster.gateway.service import GatewayService
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -207,6 +209,26 @@ def test_a_header_that_says_nothing_is_refused_by_name(headers: dict, says: str)
         read(headers)
     assert error.value.http_status == 400 and says in error.value.message
     assert error.value.param == next(iter(headers))
+
+
+@pytest.mark.parametrize(
+    ("classes", "default_class"),
+    [
+        ({}, "interactive"),
+        ({"bulk": {"priority": 2}, "silver": {"priority": 1}, "gold": {"priority": 1}}, "gold"),
+        ({"bronze": {}, "interactive": {"priority": 7}}, "interactive"),
+    ],
+)
+def test_the_class_of_a_call_that_names_none_is_no_matter_of_order(
+    classes: dict[str, Any], default_class: str
+) -> None:
+    for names in (list(classes), sorted(classes), sorted(classes, reverse=True)):
+        router = {"classes": {name: classes[name] for name in names}}
+        service = GatewayService(ClusterConfig.model_validate({"router": router}), "gateway/a")
+        assert read_terms({}.get, None, service.classes, 0.0).slo_class == default_class
+        assert read_terms({}.get, a_key(), service.classes, 0.0).slo_class == default_class
+        service.capacity.close()
+        service.metrics.close()
 
 
 def test_a_class_that_the_key_may_not_name_is_forbidden() -> None:

@@ -56,6 +56,7 @@ class InventedCluster:
             "pools": pools,
             "router": {
                 "goodput": {"share": 0.97, "requests": 90, "classes": classes},
+                "term": 1,
                 "hit_tokens": self._tokens // 2,
                 "prompt_tokens": self._tokens,
             },

@@ -29,7 +29,8 @@ class Model:
         self.steered: list[tuple[str, str]] = []
         self.sizes: list[dict[str, int]] = []
         self.known_requests: list[str] = []
-        self.decisions: list[tuple[int, float]] = []  #: number and time, newest first
+        #: Number and time, newest first; None: no router answers.
+        self.decisions: list[tuple[int, float]] | None = []
         config = ClusterConfig.model_validate({"model": {"name": name}})
         scaler: Any = self
         self.operations = Operations(config, scaler, scaler, ControlTally())
@@ -49,7 +50,9 @@ class Model:
 
     async def check(self, counts: dict[str, int]) -> None: ...
 
-    async def latest(self, count: int) -> list[dict[str, Any]]:
+    async def latest(self, count: int) -> list[dict[str, Any]] | None:
+        if self.decisions is None:
+            return None
         return [{"number": number, "at": at} for number, at in self.decisions][:count]
 
     async def explain(self, request_id: str) -> list[dict[str, Any]] | None:
@@ -73,6 +76,13 @@ def test_a_named_model_is_scaled_and_its_undo_names_it() -> None:
     result = asyncio.run(operations.scale({"decode": 3}, dry_run=False, model="org/qwen"))
     assert (qwen.sizes, tiny.sizes) == ([{"decode": 3}], [])
     assert result["undo"] == "diptych scale org/qwen/decode=2"
+
+
+def test_a_command_that_takes_an_order_back_is_one_for_a_shell() -> None:
+    operations = cluster(Model("my model", replicas="ab"), Model("tiny", replicas="cd"))
+    counts = {"prefill": 1, "decode": 3}
+    result = asyncio.run(operations.scale(counts, dry_run=False, model="my model"))
+    assert result["undo"] == "diptych scale 'my model/prefill=2' 'my model/decode=2'"
 
 
 def test_pools_of_no_named_model_are_nobody_s_where_there_are_several() -> None:
@@ -108,6 +118,42 @@ def test_a_worker_s_id_says_whose_it_is(name: str) -> None:
     assert tiny.steered == [("decode/d", "prefill")] and qwen.steered == []
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_longest_name_of_a_model_is_meant_and_a_worker_before_a_model(swapped: bool) -> None:
+    org, qwen = Model("org", replicas="ab"), Model("org/qwen", replicas="cd")
+    models = [org, qwen][:: -1 if swapped else 1]
+    asyncio.run(cluster(*models).flip("org/qwen/decode/c", "prefill", dry_run=False))
+    asyncio.run(cluster(*models).flip("org/decode/a", "prefill", dry_run=False))
+    assert (org.steered, qwen.steered) == ([("decode/a", "prefill")], [("decode/c", "prefill")])
+
+    odd, tiny = Model("decode", replicas="ab"), Model("tiny", replicas="cd")
+    models = [odd, tiny][:: -1 if swapped else 1]
+    asyncio.run(cluster(*models).flip("decode/d", "prefill", dry_run=False))
+    asyncio.run(cluster(*models).flip("decode/a", "prefill", dry_run=False))
+    asyncio.run(
+        cluster(*models).drain("decode/prefill", force=True, hand_over=False, dry_run=False)
+    )
+    assert tiny.steered == [("decode/d", "prefill")]
+    assert odd.steered == [("decode/a", "prefill"), ("prefill/a", ""), ("prefill/b", "")]
+
+
+@pytest.mark.parametrize("name", ["", "tiny/"])
+def test_an_empty_name_means_no_worker(name: str) -> None:
+    """Without a name in it, an order would be for the worker that is alone in its model."""
+    tiny, empty = Model("tiny", replicas="a"), Model("empty", replicas="")
+    del tiny.roles["prefill/a"]
+    for operations in (cluster(tiny), cluster(tiny, empty)):
+        for order in (
+            operations.drain(name, force=True, hand_over=False, dry_run=False),
+            operations.undrain(name, dry_run=False),
+            operations.flip(name, "decode", dry_run=False),
+        ):
+            with pytest.raises(ApiError, match="name a worker or a pool") as refusal:
+                asyncio.run(order)
+            assert refusal.value.reason == "invalid_request"
+    assert tiny.steered == []
+
+
 def test_a_pool_of_a_model_is_drained_by_both_names() -> None:
     qwen, tiny, operations = two()
     asyncio.run(operations.drain("tiny/decode", force=True, hand_over=False, dry_run=False))
@@ -128,6 +174,9 @@ def test_a_request_is_explained_by_the_router_that_knows_it() -> None:
     assert asyncio.run(operations.explain("r")) == [{"request": "r"}]
     with pytest.raises(ApiError, match="no decision about other"):
         asyncio.run(operations.explain("other"))
+    with pytest.raises(ApiError, match="name a request") as refusal:
+        asyncio.run(operations.explain(""))
+    assert refusal.value.reason == "invalid_request"
 
 
 def test_the_latest_decisions_are_those_of_all_routers_by_time() -> None:
@@ -137,6 +186,18 @@ def test_the_latest_decisions_are_those_of_all_routers_by_time() -> None:
     assert [(one["model"], one["number"]) for one in told] == [("org/qwen", 2), ("tiny", 7)]
     told = asyncio.run(operations.latest_decisions(5, "org/qwen"))
     assert [one["number"] for one in told] == [2, 1]
+
+
+def test_a_router_that_is_away_hides_no_decisions_of_the_others() -> None:
+    qwen, tiny, operations = two()
+    qwen.decisions, tiny.decisions = None, [(7, 20.0)]
+    told = asyncio.run(operations.latest_decisions(5))
+    assert [(one["model"], one["number"]) for one in told] == [("tiny", 7)]
+    with pytest.raises(ApiError, match="no router answers"):
+        asyncio.run(operations.latest_decisions(5, "org/qwen"))
+    tiny.decisions = None
+    with pytest.raises(ApiError, match="no router answers"):
+        asyncio.run(operations.latest_decisions(5))
 
 
 def test_a_question_without_a_name_is_about_the_first_model() -> None:

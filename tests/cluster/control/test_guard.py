@@ -35,6 +35,17 @@ def test_a_key_is_asked_for_and_may_change_without_a_restart(tmp_path: Path) -> 
     assert reason(guard, authorization="Bearer word") == "bad_key"
 
 
+def test_a_key_is_compared_in_the_bytes_that_were_sent(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    guard = AdminGuard(ControlSettings(host="0.0.0.0", key_file=str(file)))
+    for key in ("wörd".encode(), b"w\xf6rd"):
+        file.write_bytes(key + b"\n")
+        # Starlette decodes headers so.
+        assert reason(guard, authorization="Bearer " + key.decode("latin-1")) is None
+        assert reason(guard, authorization="Bearer word") == "bad_key"
+        assert reason(guard, authorization="Bearer \u20ac") == "bad_key"
+
+
 @pytest.mark.parametrize(
     ("headers", "allowed"),
     [
@@ -42,6 +53,8 @@ def test_a_key_is_asked_for_and_may_change_without_a_restart(tmp_path: Path) -> 
         ({"host": "localhost:8001"}, True),
         ({"host": "[::1]:8001"}, True),
         ({"host": "localhost"}, True),
+        ({"host": "[::1]"}, True),
+        ({"host": "[::2]"}, False),
         ({"host": "rebound.example:8001"}, False),
         ({"host": "127.0.0.1:8001", "origin": "https://page.example"}, False),
         ({"host": "127.0.0.1:8001", "origin": "http://127.0.0.1:9999"}, False),
@@ -55,6 +68,14 @@ def test_without_a_key_a_page_in_a_browser_gets_nowhere(
     headers: dict[str, str], allowed: bool
 ) -> None:
     assert (reason(AdminGuard(ControlSettings()), **headers) is None) is allowed
+
+
+def test_the_live_page_is_known_by_its_origin_also_over_tls() -> None:
+    guard = AdminGuard(ControlSettings(tls_cert="/cert.pem", tls_key="/key.pem"))
+    host = "localhost:8001"
+    assert reason(guard, host=host, origin=f"https://{host}") is None
+    assert reason(guard, host=host, origin=f"http://{host}") == "forbidden"
+    assert reason(guard, host=host, origin="https://page.example") == "forbidden"
 
 
 def test_other_machines_need_a_key() -> None:

@@ -7,9 +7,16 @@ from typing import Any
 from diptych.cluster.control.history import SAMPLES_LIMIT, History
 
 
-def status(hit_tokens: int = 0, prompt_tokens: int = 0, **prefill: Any) -> dict[str, Any]:
+def status(
+    hit_tokens: int = 0, prompt_tokens: int = 0, term: int = 1, **prefill: Any
+) -> dict[str, Any]:
     pool = {"queue": 0, "kv_used": 0.0, "ready": 1, "ttft_p95_ms": None, "itl_p95_ms": None}
-    router = {"hit_tokens": hit_tokens, "prompt_tokens": prompt_tokens, "goodput": {"share": 0.5}}
+    router = {
+        "term": term,
+        "hit_tokens": hit_tokens,
+        "prompt_tokens": prompt_tokens,
+        "goodput": {"share": 0.5},
+    }
     return {"pools": {"prefill": pool | prefill, "decode": pool}, "router": router}
 
 
@@ -26,16 +33,24 @@ def test_a_sample_has_what_the_pools_and_the_router_say() -> None:
 
 def test_prefix_hits_are_those_since_the_last_sample_also_after_a_new_router() -> None:
     history = History()
-    for hits, tokens in ((0, 100), (50, 200), (50, 200), (10, 20), (20, 30)):
-        history.add(status(hits, tokens), 0.0)
-    assert history.since(-1.0)["series"]["prefix_hit"] == [0.0, 0.5, None, None, 1.0]
+    for hits, tokens, term in ((0, 100, 1), (50, 200, 1), (50, 200, 1), (10, 20, 2), (20, 30, 2)):
+        history.add(status(hits, tokens, term), 0.0)
+    assert history.since(-1.0)["series"]["prefix_hit"] == [None, 0.5, None, None, 1.0]
+
+
+def test_prefix_hits_of_two_routers_are_not_compared() -> None:
+    """Of the first model, which was removed, and of the next one, which has counted more."""
+    history = History()
+    for told in (status(0, 100), status(900, 1000, term=2), status(900, 1200, term=2)):
+        history.add(told, 0.0)
+    assert history.since(-1.0)["series"]["prefix_hit"] == [None, None, 0.0]
 
 
 def test_prefix_hits_behind_a_time_without_a_router_are_new_ones() -> None:
     history = History()
     for told in (status(900, 1000), {**status(0, 0), "router": None}, status(900, 1100)):
         history.add(told, 0.0)
-    assert history.since(-1.0)["series"]["prefix_hit"] == [0.9, None, 0.0]
+    assert history.since(-1.0)["series"]["prefix_hit"] == [None, None, 0.0]
 
 
 def test_without_a_router_there_is_a_sample_all_the_same() -> None:

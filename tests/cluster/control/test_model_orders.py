@@ -118,6 +118,8 @@ def test_models_that_are_added_with_one_folder_for_logs_have_a_folder_each(
         ("new", {"model": {"path": "./missing"}}, "missing is not a folder"),
         ("new", {"model": {"tool_format": "nonsense"}}, "tool_format"),
         ("ONE", {}, "'diptych-one' already"),
+        ("new", {"models": {"new": None}}, "models: not of one model; its sections are model, "),
+        ("new", {"gateway": {}, "scaling": {}}, "gateway, scaling: not of one model"),
     ],
 )
 def test_what_cannot_be_added_is_refused_and_changes_nothing(
@@ -128,6 +130,53 @@ def test_what_cannot_be_added_is_refused_and_changes_nothing(
     with pytest.raises(ApiError, match=message):
         asyncio.run(cluster.orders.add(name, tree, dry_run=False))
     assert cluster.applications == before
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (("b", ["y"]), ("c", ["y"]), "another model has the name y"),
+        (("b", ["y"]), ("y", []), "another model has the name y"),
+        (("b", []), ("c", ["b"]), "another model has the name b"),
+        (("b", []), ("b", []), "'diptych-b' already"),
+    ],
+)
+def test_of_two_models_added_at_once_under_one_name_the_second_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    first: tuple[str, list[str]],
+    second: tuple[str, list[str]],
+    message: str,
+) -> None:
+    """Control does not know the first one until `ModelWatch` has looked."""
+    cluster = Cluster(monkeypatch, "one")
+    name, served_names = first
+    tree = {"model": {"served_names": served_names}}
+    asyncio.run(cluster.orders.add(name, tree, dry_run=False))
+    before = list(cluster.applications)
+    name, served_names = second
+    tree = {"model": {"served_names": served_names}}
+    with pytest.raises(ApiError, match=message):
+        asyncio.run(cluster.orders.add(name, tree, dry_run=False))
+    assert cluster.applications == before
+
+
+def test_an_order_to_a_serve_that_does_not_take_it_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, "one")
+    monkeypatch.setattr(model_orders, "RESIZE_TIMEOUT_S", 0.01, raising=False)
+
+    async def lose(_: Any) -> None:
+        raise RuntimeError("the actor died")
+
+    async def hang(_: Any) -> None:
+        await asyncio.sleep(10.0)
+
+    for change, reason in ((lose, "the actor died"), (hang, "TimeoutError")):
+        monkeypatch.setattr(model_orders.serve, "change_applications", change)
+        with pytest.raises(ApiError, match=reason) as refusal:
+            asyncio.run(cluster.orders.add("new", {}, dry_run=False))
+        assert refusal.value.reason == "no_capacity"
 
 
 def test_a_model_is_deleted_once_no_gateway_is_connected_to_its_router(
@@ -216,6 +265,24 @@ def test_the_last_model_that_stays_is_not_removed(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ApiError, match="the only model"):
             await cluster.orders.remove("one", dry_run=False)
         await cluster.orders.stop()
+
+    asyncio.run(test())
+
+
+def test_a_model_that_is_deleted_and_still_known_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ModelWatch` misses a deleted application only after some looks."""
+
+    async def test() -> None:
+        cluster = Cluster(monkeypatch, "one", "two")
+        cluster.models["two"].gateways = []
+        await cluster.orders.remove("two", dry_run=False)
+        async with asyncio.timeout(10):
+            await asyncio.gather(*cluster.orders._removals.values())
+        assert [one.name for one in cluster.found] == ["diptych-one"]
+        with pytest.raises(ApiError, match="the only model"):
+            await cluster.orders.remove("one", dry_run=False)
 
     asyncio.run(test())
 

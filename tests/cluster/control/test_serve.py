@@ -443,3 +443,20 @@ def test_what_kubernetes_says_is_passed_on(
     monkeypatch.setattr(kubernetes, "_do", lambda *_: (403, {"message": message}))
     with pytest.raises(ScaleError, match=r"refuses \(403\): rayservices.ray.io is forbidden"):
         asyncio.run(pools.resize({"decode": 5}))
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("10.96.0.1", "https://10.96.0.1:6443"), ("fd00:10:96::1", "https://[fd00:10:96::1]:6443")],
+)
+def test_the_api_server_is_the_one_of_the_pod_and_asked_without_a_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str, url: str
+) -> None:
+    """httpx knows no CIDR in NO_PROXY, by which the pod's other programs leave a proxy out."""
+    (tmp_path / "token").write_text("word")
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+    client = KubeRayPools("serving", MODEL, tmp_path)._client()
+    assert str(client.base_url) == url
+    assert client._mounts == {}, "no proxy"

@@ -104,6 +104,13 @@ def test_only_whole_first_attempts_count() -> None:
     )
 
 
+def test_a_worker_that_is_drained_does_not_count() -> None:
+    drained = WorkerCard("decode/1", "decode", "", "", "", 1, blocks=512)
+    told = simulate_whatif(WhatIfScenario("diptych", 1, 1), every(1.0), [*CARDS, drained], CONFIG)
+    assert isinstance(told, dict)
+    assert (told["same"]["prefill"], told["same"]["decode"]) == (1, 1)
+
+
 def test_the_time_in_the_queue_is_no_time_of_decode() -> None:
     """The prediction of the first token counts from the arrival, so it contains the wait."""
     seen = [decision(n, 10.0 + n, 100, waited_s=5.0, ttft_s=5.1) for n in range(2)]

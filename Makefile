@@ -4,6 +4,8 @@ VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
+# Many tests start processes that import the same modules: these are compiled once, also where somebody forbids it.
+export PYTHONDONTWRITEBYTECODE :=
 
 # Three sizes: `make serve` needs only the smallest. `make install` is everything.
 install: $(VENV)/.installed-dev
@@ -14,7 +16,8 @@ $(VENV)/.installed-%: pyproject.toml constraints.txt deploy/install.sh
 serve: $(VENV)/.installed-serve
 	@exec $(BIN)/diptych serve $(ARGS)
 
-# Three files at a time, as a quiet live cluster leaves most of two cores idle. The slow ones overload them: then Ray
+# Three files at a time, as a quiet live cluster leaves most of two cores idle (tests/conftest.py keeps the files that share
+# it together). The slow ones overload them: then Ray
 # gives up its start. So they run two at a time where no cluster is started, and one at a time where one is.
 PYTEST := $(BIN)/python -m pytest
 NO_TESTS := 5# pytest's exit status where ARGS chooses none

@@ -22,6 +22,8 @@ torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+LIVE_TESTS = "tests/live/"
+
 _make_ssl_context = httpx._transports.default.create_ssl_context
 _default_ssl_context = cache(_make_ssl_context)
 
@@ -53,6 +55,18 @@ def _without_other_clusters(
     """Commands find no cluster that runs beside the tests: theirs are stand-ins."""
     if not request.node.get_closest_marker("cluster"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", _no_cluster_notes)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process a file at a time, and the live tests to one: most share one cluster."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneCluster(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return LIVE_TESTS if nodeid.startswith(LIVE_TESTS) else super()._split_scope(nodeid)
+
+    return OneCluster(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)

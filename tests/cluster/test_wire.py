@@ -116,7 +116,7 @@ def test_frames_go_both_ways_in_order() -> None:
         peer = await dialled(await server.listener.start("127.0.0.1"))
         for attempt in range(50):
             peer.send(f.CancelAttempt(("r", attempt)))
-        answers = [await peer.receive() for _ in range(50)]
+        answers = [await answer_of(peer) for _ in range(50)]
         assert [frame.attempt_key[1] for frame in server.frames] == list(range(50))
         assert all(isinstance(answer, f.AttemptFailed) for answer in answers)
         peer.abort()
@@ -274,7 +274,7 @@ def test_strangers_are_bounded_and_keep_no_peer_out(monkeypatch: pytest.MonkeyPa
         peer = await dialled(address)
         for member in (early, peer):
             member.send(f.CancelAttempt(("r", 0)))
-            assert isinstance(await member.receive(), f.AttemptFailed)
+            assert isinstance(await answer_of(member), f.AttemptFailed)
             member.abort()
         assert not any(reader.at_eof() for reader, _ in strangers[43:])
         for _, writer in strangers:

@@ -74,13 +74,13 @@ def test_short_prompts_and_a_loose_itl_do_not(tmp_path):
 
 @pytest.mark.daily
 def test_a_plan_says_whose_engine_its_times_are() -> None:
-    """Nobody has measured ours on a GPU; workers that were measured speak for themselves."""
+    """Ours was timed on one GPU only; workers that were measured speak for themselves."""
     trace = load_trace("synthetic:40")
     cpu = replace(SIMPLE, gpu="a CPU", threads=2)
     fleets = [("gpus", Fleet.parse("H200:2", MODEL, 1)), ("cpus", Fleet(((cpu, 2),)))]
     found, _ = planned(fleets, PlanDemand(trace, "ttft=5s,itl=50ms", 0.9))
     of_gpus, measured = sorted(found["engines"], key=lambda line: "measured (" in line)
-    assert "those of vLLM" in of_gpus and "has not been measured" in of_gpus
+    assert "those of vLLM" in of_gpus and "on one H200" in of_gpus
     assert measured == "times are those of the workers that were measured (a CPU)"
     text = format_plan(found)
     assert of_gpus in text and measured in text

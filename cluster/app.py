@@ -60,8 +60,8 @@ def front_application(args: dict[str, Any]) -> serve.Application:
     """Return the application in front: gateways and Control.
 
     A Serve config file names it: `import_path: diptych.cluster.app:front_application`. `args` is
-    the configuration tree of `config.py`; its sections of single models are not read. Raises
-    ConfigError.
+    the configuration tree of `config.py`. Of its sections of single models only `router.classes` is
+    read, though all are checked. Raises ConfigError.
     """
     config = _read(args)
     tree = config.model_dump()
@@ -82,6 +82,8 @@ def model_application(args: dict[str, Any]) -> serve.Application:
     path on all of them; whether it fits there is not checked. Raises ConfigError.
     """
     config = _read(args)
+    if config.models:  # `model` is then the bundled one, which nobody has asked for
+        raise ConfigError("an application serves one model: set model, not models")
     checkpoint = find_checkpoint(config)
     tree = config.model_dump()
     tree["model"]["name"] = checkpoint.name

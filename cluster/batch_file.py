@@ -55,7 +55,7 @@ def read_requests(path: Path) -> list[BatchRequest]:
             try:
                 request = _read_request(line)
                 if request.custom_id in known_ids:
-                    raise BatchFileError(f"custom_id {request.custom_id!r} stands there twice")
+                    raise BatchFileError(f"custom_id {request.custom_id!r} occurs twice")
             except BatchFileError as error:
                 raise BatchFileError(f"{path}:{number}: {error}") from None
             known_ids.add(request.custom_id)
@@ -69,7 +69,7 @@ def _read_request(line: bytes) -> BatchRequest:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BatchFileError(f"no JSON: {error}") from None
+        raise BatchFileError(f"the line is not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise BatchFileError("a line must be a JSON object")
     custom_id = fields.get("custom_id")
@@ -80,9 +80,13 @@ def _read_request(line: bytes) -> BatchRequest:
     url = fields.get("url", "/v1/chat/completions")
     if not isinstance(url, str) or url not in PROMPT_FIELDS:
         raise BatchFileError(f"url is {url!r}, and must be one of {', '.join(PROMPT_FIELDS)}")
+    prompt_field = PROMPT_FIELDS[url]
     body = fields.get("body")
-    if not isinstance(body, dict) or PROMPT_FIELDS[url] not in body:
-        raise BatchFileError(f"body must be an object with {PROMPT_FIELDS[url]}, as {url} takes it")
+    if not isinstance(body, dict) or prompt_field not in body:
+        raise BatchFileError(f"body must be an object with {prompt_field}, as {url} takes it")
+    # `LLM` tells the routes apart by these fields, and over HTTP the other route's has no effect.
+    other_fields = set(PROMPT_FIELDS.values()) - {prompt_field}
+    body = {name: value for name, value in body.items() if name not in other_fields}
     return BatchRequest(custom_id, body)
 
 
@@ -98,10 +102,11 @@ def _is_unicode(text: str) -> bool:
 def answered_ids(path: Path) -> Collection[str]:
     """Return whose answers a file has already; none where there is no file.
 
+    A pipe or a terminal, such as `/dev/stdout`, has none, and would wait for ever if it were read.
     A last line that was cut off in the middle is taken off the file. Raises BatchFileError for a
     file of something else, which stays as it is, and OSError.
     """
-    if not path.exists():
+    if not path.exists() or path.is_fifo() or path.is_char_device():
         return frozenset()
     content = path.read_bytes()
     whole_lines, _, cut_line = content.rpartition(b"\n")

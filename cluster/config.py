@@ -62,6 +62,9 @@ TargetText = Annotated[str, AfterValidator(_checked_target)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 FormatName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,40}$")]
 ModelName = Annotated[str, Field(min_length=1, max_length=200)]
+#: A file that protects something. An empty name, as of a variable that is not set, would be taken
+#: for no file here and for a file there, so it is refused.
+FileName = Annotated[str, Field(min_length=1)]
 #: `*`; a scheme and a host with an optional port and without a path, as browsers and apps send it
 #: (`https://ui.example`, `tauri://localhost`); or `null`, which pages without an origin send.
 Origin = Annotated[
@@ -79,6 +82,16 @@ DEFAULT_TTFT_S = 2.0  #: the TTFT target where the configuration has none
 SECRET = "DIPTYCH_SECRET"
 #: Hosts that only this machine's programs reach.
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+#: Settings of a pool's engine that vLLM does not have, and what to do instead.
+VLLM_LACKS = {
+    "draft_tokens": "vLLM refuses speculation beside Diptych's sampling",
+    "weights": "set engine.vllm.quantization",
+    "kv_dtype": "its KV has the type of model.dtype",
+    "exact": "its results depend on the batch",
+    "attention": "it has kernels of its own",
+}
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -237,7 +250,8 @@ class RouterSettings(ConfigSection):
     #: How workers are chosen: a key of `diptych.router.policies.POLICIES`.
     policy: str = "diptych"
     #: Classes of requests by name; empty: `interactive`, `sheddable` and `batch` of
-    #: diptych.router.config. A request that names none of them is of the first.
+    #: diptych.router.config. A request that names none has its API key's class, else `interactive`,
+    #: else the one with the lowest `priority` (of several the first by name).
     classes: dict[str, ClassSettings] = {}
     #: On the router's machine: where its events are written for `diptych replay`; None: nowhere.
     log_folder: str | None = None
@@ -385,7 +399,7 @@ class GatewaySettings(ConfigSection):
     #: On each gateway's machine: the clients' keys; `diptych keys` writes the file. Without this
     #: file and `api_key_hashes` no client needs a key. All gateways share a key's limits: together
     #: they exceed one by less than `replicas`.
-    api_keys_file: str | None = None
+    api_keys_file: FileName | None = None
     #: SHA-256, in hex, of more keys: without limits, of the tenant `default`
     #: (`diptych serve --api-key`).
     api_key_hashes: tuple[Sha256, ...] = ()
@@ -417,8 +431,8 @@ class GatewaySettings(ConfigSection):
     #: For this long after its last use a response is kept: six hours.
     stored_responses_s: Positive = 21600.0
     #: PEM files on each gateway's machine: HTTPS, and TLS for gRPC.
-    tls_cert: str | None = None
-    tls_key: str | None = None
+    tls_cert: FileName | None = None
+    tls_key: FileName | None = None
     #: Who listens: each gateway on sockets of its own, or Serve's proxies on every node that has a
     #: replica.
     listen: Literal["gateway", "serve"] = "gateway"
@@ -497,10 +511,10 @@ class ControlSettings(ConfigSection):
     grpc_port: Port = 9001
     #: On the machine of Ray's head; the file's content is the bearer token that callers must send.
     #: None: this machine's programs may call without one, so `host` must be a loopback address.
-    key_file: str | None = None
+    key_file: FileName | None = None
     #: PEM files on the head's machine: HTTPS, and TLS for gRPC.
-    tls_cert: str | None = None
-    tls_key: str | None = None
+    tls_cert: FileName | None = None
+    tls_key: FileName | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -708,6 +722,7 @@ class ClusterConfig(ConfigSection):
                     f"a limit of time; set pools.{name}.engine.max_step_tokens, which bounds the "
                     "prefill of a step"
                 )
+            self._check_vllm_has(name)
         if ranks > 1:
             raise ValueError("engine.kind vllm works for pools with tensor_parallel 1 only so far")
         if self.kv_tiers.memory_mib:
@@ -719,6 +734,16 @@ class ClusterConfig(ConfigSection):
                 "engine.kind vllm runs on CPUs only so far: moving blocks out of its GPU memory has "
                 "not been proven"
             )
+
+    def _check_vllm_has(self, pool_name: str) -> None:
+        """Raise ValueError for a setting of a pool that vLLM would not follow."""
+        settings = self.pools.of(pool_name).engine
+        defaults = EngineSettings()
+        for name, instead in VLLM_LACKS.items():
+            if getattr(settings, name) != getattr(defaults, name):
+                raise ValueError(
+                    f"pools.{pool_name}.engine.{name} cannot be set with engine.kind vllm: {instead}"
+                )
 
     def _check_replicas(self) -> None:
         if self.pools.decode.replicas == 0:
@@ -782,13 +807,19 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def _override(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value of a dotted key in the tree, which may lack the key's sections."""
+    """Set the value of a dotted key in the tree, which may lack the key's sections.
+
+    Each section on the way is replaced by a copy of it: with an alias, YAML puts one section at
+    several places, and the others are to stay as they are.
+    """
     *section_names, name = _split_key(tree, key)
     section = tree
     for section_name in section_names:  # sections may lie in sections
-        section = section.setdefault(section_name, {})
-        if not isinstance(section, dict):
+        previous_section = section.get(section_name, {})
+        if not isinstance(previous_section, dict):
             raise ConfigError(f"{section_name} in {key} is not a section")
+        section[section_name] = dict(previous_section)
+        section = section[section_name]
     section[name] = value
 
 

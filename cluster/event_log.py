@@ -30,8 +30,8 @@ READ_BYTES = 1 << 16  #: At a time, to find the last line of a file.
 class EventLog:
     """Writes what the router hears. Both files together take about `size_limit_bytes` at most.
 
-    A file's beginning is the state of the router with all cached prefixes that it knows, and counts
-    but is not cut. Where it takes more than a quarter of the limit, the file may grow to twice its
+    A file's beginning is the state of the router with all cached prefixes that it knows. It counts
+    towards the limit, but it is written whole. Where it takes more than a quarter of the limit, the file may grow to twice its
     beginning, so that not every event begins a file.
     """
 
@@ -62,7 +62,7 @@ class EventLog:
     def _begin_file(self, router: Router, now: float) -> None:
         """Make the file the older one, and begin a new one that can be replayed alone.
 
-        Raises OSError; then both files are as they were.
+        Raises OSError. If the new file cannot be written, both files are as they were.
         """
         # The folder may be new, or its volume may have come back.
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -110,8 +110,7 @@ class LLM:
     """A model in this process.
 
     A model is not thread safe. Close it, or use it in a `with` statement, to end the processes
-    that it started: they render templates, check grammars, and compute if the engine has several
-    ranks.
+    that it started: they render templates and check grammars.
 
     >>> with LLM() as llm:  # the bundled demo model
     ...     answers = llm.chat([[{"role": "user", "content": "What is prefill?"}]], max_tokens=8)
@@ -137,7 +136,13 @@ class LLM:
             model_tree["path"] = str(model)
         engine_tree = {"threads": os.cpu_count() or 1, **(engine_settings or {})}
         tree = {"model": model_tree, "pools": {"decode": {"engine": engine_tree}}}
+        if engine_tree.get("device") == "cuda":
+            # Nothing is transferred here, but settings are checked as those of a cluster.
+            tree["kv_transfer"] = {"transport": "nixl"}
         config = load_config(None, tree)
+        # The limits are those of both pools, and the one engine here is both.
+        pools = config.pools.model_copy(update={"prefill": config.pools.decode})
+        config = config.model_copy(update={"pools": pools})
         checkpoint = find_checkpoint(config)
         self.model = checkpoint.name  #: The name that answers have.
 
@@ -147,12 +152,16 @@ class LLM:
         options = engine_config(config, config.pools.decode, checkpoint.folder)
         # Nobody waits for single tokens here, so no step is cut short for them.
         limits = dataclasses.replace(options.limits, itl_budget_s=None)
-        self._files: ModelFiles = read_model_files(config, checkpoint.folder)
+        files = read_model_files(config, checkpoint.folder)
         try:
             self._engine = Engine(dataclasses.replace(options, limits=limits))
         except BaseException:
-            self._files.close()  # its processes would stay
+            files.close()  # its processes would stay
             raise
+        # A GPU sizes its pool itself, so only the engine knows the longest sequence.
+        max_model_len = min(files.limits.max_model_len, self._engine.max_model_len)
+        model_limits = files.limits.model_copy(update={"max_model_len": max_model_len})
+        self._files: ModelFiles = dataclasses.replace(files, limits=model_limits)
         self._call_count = 0  #: Calls so far, by which each gets an id and a default seed.
         #: What the engine computes, by the ids on the wire, for all iterations that are under way.
         self._running: dict[str, _Call] = {}

@@ -43,9 +43,26 @@ CLASSES = {
 }
 
 
+#: The class of requests that name none, where the configuration has a class of this name.
+DEFAULT_CLASS = "interactive"
+
+
+def ordered_classes(priorities: Mapping[str, int]) -> list[str]:
+    """Return the names of classes; the first is the class of requests that name none.
+
+    `priorities` are those of the classes by name. The first is `DEFAULT_CLASS`; without it, it is
+    the class that is served first, and of several such the first by name. The order of the mapping
+    does not count: what carries a configuration to Kubernetes (Helm, KubeRay) sorts its keys.
+    """
+    return sorted(priorities, key=lambda name: (name != DEFAULT_CLASS, priorities[name], name))
+
+
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Times in seconds, room in blocks, lengths in tokens. An unknown class counts as the first."""
+    """Times in seconds, room in blocks, lengths in tokens.
+
+    A request of an unknown class counts as one that names none (`ordered_classes`).
+    """
 
     #: Whether a prefill worker computes prompts: always; auto: unless the decode worker had better;
     #: never: decode workers compute all.

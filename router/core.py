@@ -445,7 +445,6 @@ class Router:
 
     def _new_request(self, gateway: str, place: PlaceAttempt, now: float) -> QueuedRequest:
         config = self.config
-        first_class = next(iter(config.classes.values()))
         prompt_tokens = place.prompt_tokens
         ttft_s = place.ttft_s
         ttft_target = place.ttft
@@ -465,7 +464,7 @@ class Router:
             gateway=gateway,
             attempt_key=place.attempt_key,
             place=place,
-            slo=config.classes.get(place.slo_class, first_class),
+            slo=config.classes[self.targets.known_class(place.slo_class)],
             heard_at=now,
             arrived_at=arrived_at,
             deadline=arrived_at + ttft_s,

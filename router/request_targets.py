@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ..protos.frames import PlaceAttempt, RequestOutcome
 from ..protos.targets import TargetError, TtftTarget, parse_cached
-from .config import RouterConfig
+from .config import RouterConfig, ordered_classes
 
 
 class RequestTargets:
@@ -37,13 +37,13 @@ class RequestTargets:
         self._itl_s_by_tenant = {
             name: tenant.itl_s for name, tenant in config.tenants.items() if tenant.itl_s
         }
-        first_class = next(iter(config.classes))
         self._class_names = config.classes.keys()
-        self._first_class = first_class  #: an unknown class counts as the first
+        priorities = {name: slo_class.priority for name, slo_class in config.classes.items()}
+        self._default_class = ordered_classes(priorities)[0]
 
     def ttft_target(self, request: PlaceAttempt | RequestOutcome) -> TtftTarget:
         """Return the target that the configuration has for a request of this class and tenant."""
-        slo_class = self._known_class(request.slo_class)
+        slo_class = self.known_class(request.slo_class)
         target = self._ttft_by_class.get(slo_class)
         if target is None:
             target = self._ttft_by_tenant.get(request.tenant, self._ttft_target)
@@ -64,11 +64,12 @@ class RequestTargets:
 
     def itl_s(self, request: PlaceAttempt | RequestOutcome) -> float:
         """Return the configured target between two tokens, in seconds."""
-        slo_class = self._known_class(request.slo_class)
+        slo_class = self.known_class(request.slo_class)
         itl_s = self._itl_s_by_class.get(slo_class)
         if itl_s is None:
             itl_s = self._itl_s_by_tenant.get(request.tenant, self._itl_s)
         return itl_s
 
-    def _known_class(self, name: str) -> str:
-        return name if name in self._class_names else self._first_class
+    def known_class(self, name: str) -> str:
+        """Return the name of the class that a request counts as: an unknown one as the default."""
+        return name if name in self._class_names else self._default_class

@@ -31,17 +31,27 @@ class GatewayCapacity:
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
         self._tokenizer_threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
 
-    def check_room(self) -> None:
-        """Raises ApiError if no more requests may run."""
+    def check_room(self, requests: int = 1) -> None:
+        """Raises ApiError if so many more requests may not run, as a call with several prompts has.
+
+        The requests count once they run. So several calls may find the same room while they are
+        prepared, and `running_request` refuses what comes too late.
+        """
         if self.answer_memory_full:
             raise ApiError("queue_full", "answers take all memory that they may have")
-        requests = self.running + self.in_threads
-        if requests >= self._max_requests:
-            raise ApiError("queue_full", f"{requests} requests are running already")
+        earlier_requests = self.running + self.in_threads
+        if earlier_requests + requests > self._max_requests:
+            raise self._full_error(earlier_requests)
+
+    def _full_error(self, requests: int) -> ApiError:
+        message = f"{requests} requests are running already, of at most {self._max_requests}"
+        return ApiError("queue_full", message)
 
     @contextlib.contextmanager
     def running_request(self) -> Iterator[None]:
-        """Counts a request as running."""
+        """Counts a request as running. Raises ApiError if no more requests may run."""
+        if self.running >= self._max_requests:
+            raise self._full_error(self.running)
         self.running += 1
         try:
             yield
@@ -66,7 +76,7 @@ class GatewayCapacity:
 
         def work_in_time() -> Result:
             if time.monotonic() > start_by_s:
-                message = f"nobody has read this request within {THREAD_WAIT_S:g} s"
+                message = f"no thread was free for this request within {THREAD_WAIT_S:g} s"
                 raise ApiError("no_capacity", message)
             return work()
 

@@ -15,6 +15,9 @@ from .service import GatewayService
 
 LEAVE_LIMIT_S = 30.0  #: For requests for a model that is gone to end, before they get an error.
 LEAVE_POLL_S = 0.1
+#: A model ends when so many looks in a row found nothing to do for it. A request that was taken is
+#: nowhere for moments: before it is prepared, and from then on until it runs.
+QUIET_LOOKS = 5
 
 
 class ModelDirectory:
@@ -84,8 +87,10 @@ class ModelDirectory:
         leaving.add_done_callback(self._leaving.discard)
 
     async def _end(self, model: ServedModel) -> None:
+        quiet_looks = 0
         for _ in range(int(LEAVE_LIMIT_S / LEAVE_POLL_S)):
-            if not model.running:
+            quiet_looks = 0 if model.is_busy else quiet_looks + 1
+            if quiet_looks == QUIET_LOOKS:
                 break
             await asyncio.sleep(LEAVE_POLL_S)
         await model.end_requests()

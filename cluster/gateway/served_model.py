@@ -18,7 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from ...engine.checkpoint_facts import read_facts
+from ...engine.errors import WeightsError
 from ...engine.sizing import context_limit, kv_layout
 from ...engine.spec import fingerprint, read_json, read_spec
 from ...kv_transfer.identity import block_hashes, partition_salt
@@ -27,7 +30,7 @@ from ...protos.targets import parse_cached
 from ...router.config import CLASSES, GIVE_UP_FACTOR
 from ...router.first_token import FirstTokenPacer
 from ...router.goodput import judge
-from ..config import ClusterConfig
+from ..config import ClusterConfig, describe_message
 from ..telemetry import GatewayTally, logs
 from ..telemetry.gateway_metrics import CODE_CLIENT_LEFT, CODE_COMPLETE, outcome_of
 from ..telemetry.page import MetricRow
@@ -169,7 +172,9 @@ class ServedModel:
         self._facilities = facilities
         self._files = files
         self.text = files.text
-        self.limits = files.limits
+        self._limits = files.limits
+        #: The workers that `_limits` is of; None: none was looked at.
+        self._limits_cards: dict[str, frames.WorkerCard] | None = None
 
         # The generator looks every `place_timeout_s` whether a router is connected. If none is, it
         # ends the request: nobody has the request in a queue.
@@ -180,7 +185,7 @@ class ServedModel:
         # target, the router keeps it in any case. (For a request with a later TTFT target of its
         # own, the generator waits longer.)
         kept_s = GIVE_UP_FACTOR * config.router.background_wait_s
-        longest_target_s = _longest_target_s(config, self.limits.max_model_len)
+        longest_target_s = _longest_target_s(config, files.limits.max_model_len)
         place_limit_s = place_timeout_s + max(kept_s, longest_target_s)
         self.generator = Generator(
             plane,
@@ -198,6 +203,7 @@ class ServedModel:
         self.tally.call_flaws = self.text.call_flaws
         self._created = time.time()  #: Seconds since 1970, for clients and for the uptime.
         self._live: set[str] = set()  #: Ids on the wire of the requests that run.
+        self._preparing = 0  #: Calls of `prepare` that have not ended.
         self.started = 0  #: Requests that ran, or run.
         self.finished = 0  #: Requests whose answers are complete.
         self.good = 0  #: Requests that met both targets: to the first token, and between tokens.
@@ -214,6 +220,15 @@ class ServedModel:
         that one's answers go on under the same id. Raises ApiError for all that can be wrong with
         the body.
         """
+        self._preparing += 1
+        try:
+            return await self._prepare(body, request_id, terms)
+        finally:
+            self._preparing -= 1
+
+    async def _prepare(
+        self, body: PromptBody, request_id: str, terms: Terms
+    ) -> tuple[Request, TokenizedPrompt]:
         logs.set_request_id(request_id)
         self.generator.check_open()
         self._facilities.capacity.check_room()
@@ -395,6 +410,29 @@ class ServedModel:
         """How many requests for this model run now."""
         return len(self._live)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request for this model runs now, or is prepared for that."""
+        return bool(self._live or self._preparing)
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What the model, its pools and its workers allow: the smallest worker bounds the context.
+
+        A worker knows best what its pool holds, and refuses what is longer. While no worker is
+        there the last bound holds, so that a client that comes back asks for the same answer.
+        """
+        cards = self.plane.cards
+        if cards is not self._limits_cards:  # the plane replaces all of them if one changes
+            self._limits_cards = cards
+            lengths = [card.max_model_len for card in cards.values() if card.max_model_len]
+            if lengths:
+                max_model_len = min(self._files.limits.max_model_len, *lengths)
+                self._limits = self._files.limits.model_copy(
+                    update={"max_model_len": max_model_len}
+                )
+        return self._limits
+
     def missing(self) -> list[str]:
         """Returns what a request would lack; empty: it can be served.
 
@@ -480,14 +518,16 @@ class _ModelBounds:
 
 def _bounds(folder: Path, config: ClusterConfig) -> _ModelBounds:
     pools = (config.pools.prefill, config.pools.decode)
-    # A pool that a GPU's worker sizes bounds nothing here: the worker refuses what is too long.
+    # A pool that a GPU's worker sizes bounds nothing here: the worker itself tells its bound.
     pool_bytes = [pool.engine.kv_bytes for pool in pools if pool.engine.kv_bytes is not None]
     if config.engine.kind == "vllm":
         facts = read_facts(folder)
         limit = config.model.max_model_len or facts.max_positions
         for kv_bytes in pool_bytes:
             pool_tokens = facts.pool_tokens(kv_bytes, config.model.dtype)
-            limit = min(limit, pool_tokens - config.model.block_tokens)
+            block_tokens = config.model.block_tokens
+            # The pool has whole blocks, and vLLM never uses one of them.
+            limit = min(limit, (pool_tokens // block_tokens - 1) * block_tokens)
         return _ModelBounds(facts.end_ids, limit, facts.vocabulary)
     spec = read_spec(folder)
     layout = kv_layout(spec, config.model.dtype, config.model.block_tokens)
@@ -502,24 +542,33 @@ def _limits(folder: Path, config: ClusterConfig, token_chars: int) -> ModelLimit
 
     The pool with less memory for KV bounds the context, as a request needs both. `token_chars` are
     the characters of the vocabulary's longest token. A checkpoint that does not say `do_sample` is
-    greedy by default.
+    greedy by default. Raises WeightsError.
     """
     bounds = _bounds(folder, config)
     file = folder / "generation_config.json"
     generation = read_json(file) if file.exists() else {}
-    temperature = generation.get("temperature", 1.0) if generation.get("do_sample") else 0.0
+    temperature = 0.0
     top_p = 1.0
     top_k = 0
+    if generation.get("do_sample"):
+        given = generation.get("temperature")
+        temperature = 1.0 if given is None else given  # null is as if the field were left out
     if temperature:
         top_p = generation.get("top_p") or 1.0
         top_k = generation.get("top_k") or 0
-    return ModelLimits(
-        max_model_len=bounds.max_model_len,
-        vocabulary=bounds.vocabulary,
-        longest_token_chars=token_chars,
-        block_tokens=config.model.block_tokens,
-        stop_ids=bounds.end_ids,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-    )
+    try:
+        return ModelLimits(
+            max_model_len=bounds.max_model_len,
+            vocabulary=bounds.vocabulary,
+            longest_token_chars=token_chars,
+            block_tokens=config.model.block_tokens,
+            stop_ids=bounds.end_ids,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+        )
+    except ValidationError as error:  # all other values come from this program
+        (mistake, *_) = error.errors()
+        (name, *_) = mistake["loc"]
+        message = f"{file}: {name}: {describe_message(mistake)} (got {mistake['input']!r})"
+        raise WeightsError(message) from None

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...protos import frames
-from ...router.config import CLASSES
+from ...router.config import CLASSES, ordered_classes
 from ..config import ClusterConfig
 from ..telemetry import Exporter
 from ..telemetry.gateway_metrics import OTHER_CLASS
@@ -45,8 +45,12 @@ class GatewayService:
         self._leaving: list[ServedModel] = []
         #: What is done with fields of bodies that nothing here reads.
         self.reading = Reading.STRICT if config.gateway.strict else Reading.LENIENT
-        #: Names that the header `x-slo-class` may have.
-        self.classes = tuple(config.router.classes or CLASSES)
+        classes = config.router.classes or CLASSES
+        #: Names that the header `x-slo-class` may have; the first is the class of requests that
+        #: name none.
+        self.classes = tuple(
+            ordered_classes({name: slo_class.priority for name, slo_class in classes.items()})
+        )
         keys_file = config.gateway.api_keys_file
         #: Who may call, and how much at a time.
         self.door = AccessControl(

@@ -164,6 +164,7 @@ class WorkerProcess:
             max_running=engine.limits.max_running,
             metrics=metrics_address,
             step_ms=(engine.limits.itl_budget_s or 0.0) * 1e3,  # 0: steps have no limit
+            max_model_len=engine.max_model_len,
         )
 
     @property

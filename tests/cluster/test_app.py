@@ -112,6 +112,14 @@ def test_wrong_arguments_are_refused_by_name(args: dict[str, Any], message: str)
         model_application(args)
 
 
+def test_an_application_of_one_model_refuses_several_instead_of_serving_the_demo(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match=r"set model, not models"):
+        model_application({"models": {"a": str(tmp_path)}})
+    assert deployments({"models": {"a": str(tmp_path)}}, front_application)
+
+
 @pytest.mark.parametrize("mode", [None, "disabled", "tokens"])
 def test_a_ray_that_asks_nobody_for_a_token_gets_no_application(
     monkeypatch: pytest.MonkeyPatch, mode: str | None

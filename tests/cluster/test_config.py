@@ -264,3 +264,37 @@ def test_a_relative_folder_of_tiers_is_refused_in_words(folder: str) -> None:
 @pytest.mark.parametrize("folder", ["/kv", "~/kv"])
 def test_a_folder_of_tiers_may_be_in_the_home_folder(folder: str) -> None:
     assert load_config(None, {"kv_tiers.folder": folder}).kv_tiers.folder == folder
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gateway.api_keys_file": ""},
+        {"control.key_file": ""},
+        {"control.host": "0.0.0.0", "control.key_file": ""},
+        {"gateway.tls_cert": "", "gateway.tls_key": ""},
+        {"control.tls_cert": "", "control.tls_key": ""},
+    ],
+)
+def test_an_empty_file_name_is_refused_as_it_would_open_what_the_file_protects(
+    settings: dict[str, Any],
+) -> None:
+    """A template whose variable is not set gives one."""
+    with pytest.raises(ConfigError, match=r"\.(api_keys_file|key_file|tls_cert): .*at least 1"):
+        load_config(None, settings)
+
+
+def test_an_override_of_one_model_leaves_another_that_shares_its_section(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "models:\n  a: &shared {pools: {decode: {replicas: 1}}}\n  b: {<<: *shared}\n  c: *shared\n"
+    )
+    config = load_config(file, parse_overrides(["models.a.pools.decode.replicas=3"]))
+    replicas = {name: config.of_model(name).pools.decode.replicas for name in config.models}
+    assert replicas == {"a": 3, "b": 1, "c": 1}
+
+
+def test_an_override_leaves_the_tree_of_the_caller_as_it_was() -> None:
+    overrides = {"models": {"a": {"slo": {"itl_ms": 9}}}, "models.a.slo.itl_ms": 50}
+    assert load_config(None, overrides).of_model("a").slo.itl_ms == 50
+    assert overrides["models"] == {"a": {"slo": {"itl_ms": 9}}}

@@ -445,6 +445,37 @@ def test_work_that_no_thread_begins_in_time_is_not_done(
         assert gateway.gateway.capacity.in_threads == 0
 
 
+def test_the_prompts_of_a_call_are_requests_and_bounded_as_such(tmp_path: Path) -> None:
+    with standing_in(checkpoint(tmp_path / "demo"), gateway={"max_streams": 2}) as gateway:
+
+        def status(prompts: int) -> int:
+            body = {"prompt": ["a"] * prompts, "max_tokens": 1}
+            return httpx.post(f"{gateway.url}/v1/completions", json=body).status_code
+
+        assert [status(1), status(2), status(3)] == [200, 200, 429]
+        gateway.gateway.capacity.running = 1
+        assert [status(1), status(2)] == [200, 429]
+        gateway.gateway.capacity.running = 0
+
+
+def test_calls_that_are_prepared_at_a_time_exceed_the_bound_no_more_than_others(
+    tmp_path: Path,
+) -> None:
+    """Each finds room while it is prepared, and the last one none when it is to run."""
+    with standing_in(checkpoint(tmp_path / "demo"), gateway={"max_streams": 2}) as gateway:
+        shared = gateway.gateway.capacity
+        shared.check_room(2)
+        with shared.running_request():
+            shared.check_room(1)
+            with (
+                shared.running_request(),
+                pytest.raises(ApiError) as refused,
+                shared.running_request(),
+            ):
+                pass
+        assert (refused.value.reason, shared.running) == ("queue_full", 0)
+
+
 def test_no_more_work_waits_for_threads_than_requests_may_run(tmp_path: Path) -> None:
     settings = {"max_streams": 1}
     with standing_in(checkpoint(tmp_path / "demo"), gateway=settings) as gateway:

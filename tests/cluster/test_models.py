@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -14,6 +15,9 @@ import httpx
 import pytest
 from diptych.cluster.config import ConfigError
 from diptych.cluster.gateway import model_directory
+from diptych.cluster.gateway.model_directory import QUIET_LOOKS
+from diptych.cluster.gateway.served_model import PromptBody
+from diptych.cluster.gateway.text.tokenizer import TokenizedPrompt
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
 
@@ -232,6 +236,31 @@ def test_a_model_that_goes_is_refused_at_once_and_its_streams_end_as_they_would(
     assert answers[0].json()["choices"][0]["message"]["content"] == ANSWER
     eventually(lambda: not gateway.deployment._directory._leaving)
     assert chat(gateway, None).status_code == 200, "one model is left, which needs no name"
+
+
+def test_a_request_that_is_tokenized_while_its_model_goes_is_answered(gateway: StandIn) -> None:
+    other = gateway.gateway.find("other")
+    tokenize = other._prompt_of
+    begun = threading.Event()
+    held = asyncio.Event()
+
+    async def tokenize_later(body: PromptBody) -> TokenizedPrompt:
+        begun.set()
+        await held.wait()
+        return await tokenize(body)
+
+    other._prompt_of = tokenize_later  # type: ignore[method-assign]
+    answers: list[httpx.Response] = []
+    client = threading.Thread(target=lambda: answers.append(chat(gateway, "other")))
+    client.start()
+    assert begun.wait(20)
+    gateway.models.pop()
+    eventually(lambda: list(gateway.gateway.models) == ["demo"])
+    time.sleep(2 * QUIET_LOOKS * model_directory.LEAVE_POLL_S)
+    gateway.loop.call_soon_threadsafe(held.set)
+    client.join(30)
+    assert answers[0].status_code == 200, answers[0].text
+    eventually(lambda: not gateway.deployment._directory._leaving)
 
 
 def test_a_request_that_does_not_end_is_ended_with_its_model(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import diptych
 import pytest
 from diptych import LLM, RequestError
+from diptych.cluster import config, offline
 from diptych.cluster.batch_file import (
     BatchFileError,
     BatchRequest,
@@ -22,6 +25,7 @@ from diptych.cluster.batch_file import (
 from diptych.cluster.cli import app
 from diptych.cluster.config import ConfigError
 from diptych.engine.demo import CHECKPOINT
+from diptych.engine.options import EngineOptions
 from diptych.protos import frames as f
 from typer.testing import CliRunner
 
@@ -150,6 +154,42 @@ def test_prompts_that_differ_within_a_large_block_share_nothing() -> None:
     assert together[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+def test_the_context_is_what_the_engine_s_own_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default is as small beside the demo model here as 256 MiB are beside a large one."""
+    monkeypatch.setattr(config, "DEFAULT_KV_BYTES", 1 << 20)
+    with LLM(engine_settings={"threads": 1}) as llm:
+        of_default = llm._files.limits.max_model_len
+        assert of_default == llm._engine.max_model_len
+    with LLM(engine_settings={"threads": 1, "kv_mib": 32}) as llm:
+        assert llm._files.limits.max_model_len == llm._engine.max_model_len > of_default
+        (answer,) = llm.generate([[3] * of_default], max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == of_default
+
+
+def test_a_gpu_is_asked_for_by_its_device_alone_and_bounds_the_context_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A GPU sizes its pool at the start, so only the engine knows how much fits."""
+    asked: list[EngineOptions] = []
+
+    class Gpu:
+        max_model_len = 192
+
+        def __init__(self, options: EngineOptions) -> None:
+            asked.append(options)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(offline, "Engine", Gpu)
+    with (
+        LLM(engine_settings={"device": "cuda"}) as llm,
+        pytest.raises(RequestError, match="192") as refused,
+    ):
+        llm.generate([[3] * 192])
+    assert refused.value.code == "context_length_exceeded"
+    assert (asked[0].device, asked[0].kv_bytes) == ("cuda", None)
+
+
 def test_wrong_settings_and_models_are_a_sentence() -> None:
     with pytest.raises(ConfigError, match="thread_count"):
         LLM(engine_settings={"thread_count": 2})
@@ -162,6 +202,33 @@ def test_wrong_settings_and_models_are_a_sentence() -> None:
 # ---- batch files ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("messages", [None, QUESTION])
+def test_a_line_of_completions_is_one_whatever_else_its_body_has(
+    messages: Any, llm: LLM, tmp_path: Path
+) -> None:
+    body = {"prompt": "hi", "messages": messages, "max_tokens": 2}
+    file = tmp_path / "in.jsonl"
+    fields = {"custom_id": "a", "url": "/v1/completions", "body": body}
+    file.write_text(json.dumps(fields) + "\n")
+    (request,) = read_requests(file)
+    (answer,) = llm.run([request.body])
+    assert answer["object"] == "text_completion"
+
+
+def test_answers_may_go_into_a_pipe(tmp_path: Path) -> None:
+    """What was answered before is looked up in files only: a pipe would have to be read first."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    writer = os.open(pipe, os.O_WRONLY)
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            assert thread.submit(answered_ids, pipe).result(timeout=5) == frozenset()
+        finally:
+            os.close(writer)  # a read ends now, which would wait for ever
+            os.close(reader)
+
+
 def line(custom_id: Any, **fields: Any) -> str:
     body = {"prompt": "a", "max_tokens": 2}
     request = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": body}
@@ -171,10 +238,10 @@ def line(custom_id: Any, **fields: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", ":1: no JSON"),
+        ("{", ":1: the line is not JSON"),
         ("[]", ":1: a line must be a JSON object"),
         (line(3), ":1: custom_id must be a text"),
-        (line("a") + line("a"), ":2: custom_id 'a' stands there twice"),
+        (line("a") + line("a"), ":2: custom_id 'a' occurs twice"),
         (line("a", url="/v1/embeddings"), ":1: url is '/v1/embeddings'"),
         (line("a", url=[]), r":1: url is \[\]"),
         (line("\ud800"), ":1: custom_id must be a text"),

@@ -15,6 +15,7 @@ from diptych.protos.targets import (
 )
 from diptych.router import RouterConfig, SloClass, TenantSlo
 from diptych.router import events as e
+from diptych.router.config import ordered_classes
 from diptych.simulator.metrics import Slo
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -202,7 +203,7 @@ def test_without_any_worker_the_prior_says_it_and_a_slow_worker_changes_nothing(
 CONFIGURED = {
     "ttft": "4s",
     "itl_s": 0.1,
-    "classes": {"chat": SloClass(), "batch": SloClass(ttft="60s", itl_s=1.0)},
+    "classes": {"chat": SloClass(), "batch": SloClass(priority=1, ttft="60s", itl_s=1.0)},
     "tenants": {"acme": TenantSlo(ttft="500ms + 1s/1k"), "slow": TenantSlo(itl_s=0.5)},
 }
 
@@ -232,6 +233,35 @@ def test_a_request_goes_before_its_class_its_class_before_its_tenant(
         pytest.approx(ttft_s),
         pytest.approx(itl_s),
     )
+
+
+BY_PRIORITY = {
+    "bulk": SloClass(priority=2, ttft="60s"),
+    "silver": SloClass(priority=1, ttft="5s"),
+    "gold": SloClass(priority=1, ttft="4s"),
+}
+
+
+@pytest.mark.parametrize(
+    ("classes", "ttft_s"),
+    [(BY_PRIORITY, 4.0), (BY_PRIORITY | {"interactive": SloClass(priority=3, ttft="1s")}, 1.0)],
+)
+def test_the_order_in_which_classes_are_listed_does_not_count(
+    classes: dict[str, SloClass], ttft_s: float
+) -> None:
+    """What carries a configuration to Kubernetes sorts its keys."""
+    for names in (list(classes), sorted(classes), sorted(classes, reverse=True)):
+        rig = Rig("prefill/a", "decode/x", classes={name: classes[name] for name in names})
+        rig.ask("r", prompt=1000, slo_class="unknown")
+        assert rig.frames["r"].ttft_target_s == ttft_s
+        targets = rig.router.targets
+        default_class = targets.known_class("unknown")
+        assert [targets.known_class(name) for name in ("bulk", "unknown")] == [
+            "bulk",
+            default_class,
+        ]
+        priorities = {name: classes[name].priority for name in names}
+        assert ordered_classes(priorities)[0] == default_class
 
 
 def test_goodput_is_judged_by_the_same_targets() -> None:

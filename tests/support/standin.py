@@ -73,7 +73,8 @@ class Workers:
         ] = {}  #: requests that hold something on a worker
         self.link, self.hello = self, SimpleNamespace(name="gateway/stand-in")
         self.connected_to_router = True
-        self.cards = {role: SimpleNamespace(role=role) for role in ("prefill", "decode")}
+        roles = ("prefill", "decode")
+        self.cards = {role: SimpleNamespace(role=role, max_model_len=0) for role in roles}
         self.ready = True
 
     # ---- what a gateway asks of its plane --------------------------------------------------------

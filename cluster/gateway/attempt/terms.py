@@ -19,15 +19,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ....protos.targets import TargetError, TtftTarget, parse_time
+from ....router.config import DEFAULT_CLASS
 from ..apis.schema import REQUEST_ID_PATTERN
 from ..edge.keys import ApiKey
 from ..errors import ApiError
 from .resume import NOT_RESUMED, Resume, read_resume
 
 DAY_MS = 86_400_000.0  #: Longest target and longest timeout that a header may ask for.
-#: The class of requests that name none, nor does their key. If the configuration has no such class
-#: or the key forbids it, it is the first one that the key allows.
-DEFAULT_CLASS = "interactive"
 
 #: Looks a header up by its lower-case name.
 GetHeader = Callable[[str], str | None]
@@ -61,9 +59,9 @@ def read_terms(
 ) -> Terms:
     """Read the terms of a request that arrived at `now`, by the monotonic clock.
 
-    `classes` are the names of the configuration's classes. `api_key` is the client's key, or None
-    if none is needed. Raises ApiError for a header that is wrong or asks
-    for more than the key allows.
+    `classes` are the names of the configuration's classes, in the order of `ordered_classes`.
+    `api_key` is the client's key, or None if none is needed. Raises ApiError for a header that is
+    wrong or asks for more than the key allows.
     """
     timeout_ms = _read_milliseconds(get_header, "x-request-timeout-ms")
     session_id = get_header("x-session-id") or ""
@@ -107,15 +105,16 @@ def _choose_class(
 
 
 def _default_class(api_key: ApiKey | None, classes: Collection[str]) -> str:
-    """Return `DEFAULT_CLASS`, or the first class where that is missing or the key forbids it.
+    """Return the class of a request where neither the client nor the key names one.
 
-    Raises ApiError if no class exists that the key allows.
+    It is the first of `classes`. For a key that allows some classes only it is `DEFAULT_CLASS` if
+    the key allows that, else the first that exists of those that the key lists. Raises ApiError if
+    none of these exists.
     """
-    if api_key and api_key.classes:
-        choices = [name for name in api_key.classes if name in classes]
-    else:
-        choices = list(classes)
-    if api_key and not choices:
+    if not api_key or not api_key.classes:
+        return next(iter(classes))
+    choices = [name for name in api_key.classes if name in classes]
+    if not choices:
         message = f"this key may ask for the classes {', '.join(api_key.classes)}: none exists"
         raise ApiError("forbidden", message, "x-slo-class")
     return DEFAULT_CLASS if DEFAULT_CLASS in choices else choices[0]

@@ -102,7 +102,7 @@ async def test_a_stop_while_the_model_loads_stops_what_is_there(
     gc.collect()
 
 
-def test_a_card_says_on_how_many_gpus_the_worker_runs() -> None:
+def test_a_card_says_on_how_many_gpus_the_worker_runs_and_how_long_a_context_fits() -> None:
     config = ClusterConfig.model_validate({"pools": {"decode": {"tensor_parallel": 2}}})
     limits = SimpleNamespace(max_step_tokens=512, max_running=64, itl_budget_s=None)
     engine = SimpleNamespace(
@@ -110,6 +110,7 @@ def test_a_card_says_on_how_many_gpus_the_worker_runs() -> None:
         kv_pool=SimpleNamespace(layout=SimpleNamespace(block_tokens=64)),
         growth_reserve_blocks=1,
         limits=limits,
+        max_model_len=6336,
     )
     process: Any = SimpleNamespace(
         name="decode/own",
@@ -119,7 +120,8 @@ def test_a_card_says_on_how_many_gpus_the_worker_runs() -> None:
         core=SimpleNamespace(engine=engine),
         _pool_config=config.pools.decode,
     )
-    assert WorkerProcess._describe(process, "host:1", "", []).tensor_parallel == 2
+    card = WorkerProcess._describe(process, "host:1", "", [])
+    assert (card.tensor_parallel, card.max_model_len) == (2, 6336)
 
 
 class EmptyCore:

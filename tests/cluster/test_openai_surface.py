@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+from diptych.cluster.gateway.apis.api import prompt_request_ids, response_headers
 from diptych.cluster.gateway.apis.chat import ChatRequest
-from diptych.cluster.gateway.apis.schema import parse_body
+from diptych.cluster.gateway.apis.completions import TokenizeRequest
+from diptych.cluster.gateway.apis.schema import REQUEST_ID_PATTERN, Reading, parse_body
+from diptych.cluster.gateway.attempt.request import Request
+from diptych.cluster.gateway.errors import ApiError
 from diptych.cluster.gateway.text.formats.reasoning import THINK
+from diptych.protos import frames
 from diptych.protos import inference_pb2 as pb
 from diptych.protos.inference_pb2_grpc import InferenceStub
 from tokenizers import Tokenizer
@@ -528,6 +534,140 @@ def test_prompt_logprobs_go_with_no_stream_and_are_bounded(gateway: StandIn, pat
 def test_an_answer_says_in_which_lane_it_was(gateway: StandIn) -> None:
     answer = httpx.post(gateway.url + CHAT, json={"messages": MESSAGES, "max_tokens": 2})
     assert answer.headers["x-lane"] == "urgent"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_repeated_answer_has_no_times_of_workers_that_it_did_not_need(
+    gateway: StandIn, stream: bool
+) -> None:
+    """Such times were those since the machine's start, and negative."""
+    body = {"messages": MESSAGES, "stream": stream}
+    headers = {"x-request-id": f"again-{stream}"}
+    first, again = (httpx.post(gateway.url + CHAT, json=body, headers=headers) for _ in range(2))
+    assert first.headers["server-timing"].startswith("queue;dur=")
+    assert ", prefill;dur=" in first.headers["server-timing"]
+    assert again.status_code == 200 and again.headers["x-route"] == first.headers["x-route"]
+    assert "server-timing" not in again.headers
+
+
+def test_the_time_of_the_prefill_is_known_with_the_first_token_only() -> None:
+    request = Request("r", [1, 2], [], frames.Sampling(9))
+    assert "server-timing" not in response_headers(request)
+    request.times.placed_s = request.times.arrived_s + 0.25
+    assert response_headers(request)["server-timing"] == "queue;dur=250.0"
+    request.answers[0].token_times.append(request.times.arrived_s + 1)
+    assert response_headers(request)["server-timing"] == "queue;dur=250.0, prefill;dur=750.0"
+
+
+def test_an_answer_keeps_its_lane_where_the_client_comes_back() -> None:
+    first = Request("r", [1, 2], [], frames.Sampling(9))
+    first.background = True
+    again = Request("r", [1, 2], [], frames.Sampling(9))
+    again.adopt(first)
+    assert response_headers(again)["x-lane"] == "background"
+
+
+def test_prompts_of_calls_with_long_ids_have_ids_of_their_own() -> None:
+    """An id may have 128 characters, and the number of a prompt has to fit behind."""
+    assert prompt_request_ids("r", 1) == ["r"]
+    assert prompt_request_ids("t" * 120, 2) == ["t" * 120 + "-0", "t" * 120 + "-1"]
+    request_ids = [
+        request_id
+        for ending in ("a", "b", "ab", "a" * 8, "a" * 7 + "b")
+        for request_id in prompt_request_ids("t" * 120 + ending, 64)
+    ]
+    assert len(set(request_ids)) == len(request_ids)
+    assert all(REQUEST_ID_PATTERN.fullmatch(request_id) for request_id in request_ids)
+    assert prompt_request_ids("t" * 128, 2) == prompt_request_ids("t" * 128, 2)
+
+
+# ---- what is refused, and under which name -------------------------------------------------------
+
+
+def refusal(gateway: StandIn, path: str, body: dict, status: int = 400) -> dict:
+    answer = httpx.post(gateway.url + path, json=body)
+    assert answer.status_code == status, answer.text
+    error: dict = answer.json()["error"]
+    return error
+
+
+def test_tokenize_takes_as_many_tools_as_a_chat(gateway: StandIn) -> None:
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(129)]
+    for path in (CHAT, "/tokenize"):
+        error = refusal(gateway, path, {"messages": MESSAGES, "tools": tools})
+        assert error["param"] == "tools" and "at most 128" in error["message"]
+    body = {"messages": MESSAGES, "tools": tools[:128]}
+    assert httpx.post(f"{gateway.url}/tokenize", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("reading", list(Reading))
+def test_tokenize_takes_the_messages_that_a_chat_takes(gateway: StandIn, reading: Reading) -> None:
+    model = gateway.model
+    answer = {"role": "assistant", "content": "x", "annotations": [], "audio": None}
+    for body_type in (ChatRequest, TokenizeRequest):
+        body = parse_body(
+            body_type, json.dumps({"messages": [*MESSAGES, answer]}).encode(), reading
+        )
+        body.check(model.text, model.limits)
+        assert not body.ignored_fields.headers()
+        spoken = {"role": "assistant", "content": "x", "audio": {"id": "a"}}
+        with pytest.raises(ApiError, match=r"messages\.1\.audio is not supported"):
+            parse_body(body_type, json.dumps({"messages": [*MESSAGES, spoken]}).encode(), reading)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_prompt_that_is_to_be_cut_may_be_longer_than_the_context(
+    gateway: StandIn, path: str
+) -> None:
+    limits = gateway.model.limits
+    text = "prefill " * (limits.max_model_len * limits.longest_token_chars // 8 + 1)
+    asked = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    assert len(prompt_ids(gateway, path, **asked, truncate_prompt_tokens=10)) == 10
+    for fields in ({}, {"truncate_prompt_tokens": -1}):
+        error = refusal(gateway, path, {**asked, **fields})
+        assert error["code"] == "context_length_exceeded" and "characters" in error["message"]
+        assert error["param"] == next(iter(asked))
+
+
+def test_an_error_about_a_prompt_names_the_field_that_has_it(gateway: StandIn) -> None:
+    context = gateway.model.limits.max_model_len
+    for path, body, param in (
+        (COMPLETIONS, {"prompt": [5] * context}, "prompt"),
+        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "q! " * 2000}]}, "messages"),
+        (CHAT, {"messages": MESSAGES, "truncate_prompt_tokens": 0}, "messages"),
+        ("/tokenize", {"prompt": "x" * 1_000_000}, "prompt"),
+        ("/detokenize", {"tokens": [99_999_999]}, "tokens"),
+        (COMPLETIONS, {"prompt": [99_999_999]}, "prompt"),
+    ):
+        assert refusal(gateway, path, body)["param"] == param, (path, str(body)[:80])
+
+
+def test_before_the_first_model_detokenize_says_that_there_is_none(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway.gateway, "models", {})
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5] * 200})):
+        answer = httpx.post(gateway.url + path, json=body)
+        assert answer.status_code == 503, answer.text
+        assert answer.json()["error"]["code"] == "no_capacity" and answer.headers["retry-after"]
+
+
+def test_the_names_of_many_tokens_are_not_made_on_the_event_loop(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    make_body = TokenizeRequest.response_body
+
+    def response_body(body: TokenizeRequest, *given: Any) -> dict:
+        threads.append(threading.current_thread().name)
+        return make_body(body, *given)
+
+    monkeypatch.setattr(TokenizeRequest, "response_body", response_body)
+    body = {"prompt": QUESTION, "return_token_strs": True}
+    told = httpx.post(f"{gateway.url}/tokenize", json=body).json()
+    assert len(told["token_strs"]) == told["count"] > 0
+    assert len(threads) == 1 and threads != ["gateway"]
 
 
 # ---- gRPC ----------------------------------------------------------------------------------------

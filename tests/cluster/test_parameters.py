@@ -281,9 +281,10 @@ def test_every_way_to_ask_for_a_structured_answer_is_a_grammar(
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     limits = LIMITS.model_copy(update={"longest_token_chars": 10})
-    check_prompt_length(1000, limits)
-    with pytest.raises(ApiError, match="1001 characters"):
-        check_prompt_length(1001, limits)
+    check_prompt_length(1000, limits, "prompt")
+    with pytest.raises(ApiError, match="1001 characters") as error:
+        check_prompt_length(1001, limits, "prompt")
+    assert error.value.param == "prompt"
 
 
 @pytest.mark.parametrize(

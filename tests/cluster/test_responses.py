@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import openai
 import pytest
-from diptych.cluster.gateway.apis import response_store
+from diptych.cluster.gateway.apis import api, response_store
 from diptych.cluster.gateway.apis.api import ApiCall, CallAnswers, EventEncoder
 from diptych.cluster.gateway.apis.response_finder import (
     SENT_BYTES_MAX,
@@ -696,6 +696,33 @@ def test_a_response_is_decoded_once_however_many_references_name_it(
     assert items == {"msg_long_0": {"id": "msg_long_0", "text": "x"}} and len(decoded) == 1
 
 
+def test_an_item_is_read_once_however_many_references_name_it(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[bytes] = []
+    read_items = api.read_items
+    monkeypatch.setattr(api, "read_items", lambda text: read.append(text) or read_items(text))
+    [item] = whole(gateway)["output"]
+    references = [{"id": item["id"]}] * 5
+    expected = read_by_the_model(gateway, input=[*[item] * 5, *ASK])
+    assert read_by_the_model(gateway, input=[*references, *ASK]) == expected
+    assert len(read) == 1
+
+
+def test_items_that_references_name_are_bounded_together(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand references to one long item are a body of 50 KiB, and a conversation of 240 MB."""
+    [item] = whole(gateway)["output"]
+    item_bytes = len(msgspec.json.encode(item))
+    monkeypatch.setattr(response_store, "CONVERSATION_BYTES_MAX", 3 * item_bytes + 10)
+    assert whole(gateway, input=[*[{"id": item["id"]}] * 3, *ASK])["output"]
+    answer = httpx.post(gateway.url + PATH, json={"input": [*[{"id": item["id"]}] * 4, *ASK]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+
+
 @pytest.mark.parametrize("metadata", [
     {f"{number}": "" for number in range(17)},
     {"k" * 65: ""},
@@ -716,6 +743,23 @@ def test_errors_name_the_fields_of_this_api(gateway: StandIn) -> None:
     assert (error_here.message, error_here.param) == ("reasoning.effort: no", "reasoning.effort")
     other_error = ApiError("rate_limited", "wait", "messages.0")
     assert error_of_responses(other_error) is other_error
+    formats = {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}}
+    answer = httpx.post(gateway.url + PATH, json={"input": "x", **formats})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "text.format"
+
+
+@pytest.mark.parametrize("truncation", ["auto", "disabled"])
+def test_a_refusal_of_the_template_is_about_the_input(
+    gateway: StandIn, monkeypatch: pytest.MonkeyPatch, truncation: str
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        message = "the model's chat template refuses this: no"
+        raise ApiError("invalid_request", message, "messages")
+
+    monkeypatch.setattr(gateway.model.text, "tokenize_chat", refuse)
+    body = {"input": ASK * 2, "truncation": truncation}
+    answer = httpx.post(gateway.url + PATH, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "input"
 
 
 def test_a_response_that_a_path_names_is_not_found_without_advice(gateway: StandIn) -> None:

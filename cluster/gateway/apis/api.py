@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
+import xxhash
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -40,7 +41,7 @@ from .completions import CompletionRequest, CompletionShape, DetokenizeRequest, 
 from .messages import CountTokensRequest, MessageShape, MessagesRequest, anthropic_error_body
 from .response_items import InputItem, ItemReference, read_items
 from .response_shape import ResponseShape
-from .response_store import Turn, deleted_response
+from .response_store import Turn, check_referenced_bytes, deleted_response
 from .responses import ResponsesRequest, error_of_responses
 from .schema import REQUEST_ID_PATTERN, ApiBody, BodyType, parse_body
 
@@ -51,6 +52,9 @@ Event = dict[str, Any]  #: A JSON object that becomes one server-sent event.
 #: Stands for the text of an event that is encoded once, and split there. No name or id of an event
 #: has its control characters, so it is found once.
 TEXT_MARK = "\x1dtext\x1d"
+#: An id has 128 characters at most. The end of a longer one than this is hashed, so that the number
+#: of a prompt fits behind.
+NUMBERED_ID_CHARS_MAX = 120
 MEDIA_TYPE_CHARS_MAX = 60  #: Of a client's content type, as an error shows it.
 OPENAI_CLOSING = b"data: [DONE]\n\n"  #: The last bytes of a stream of chats and completions.
 
@@ -152,17 +156,16 @@ class Api:
         if len(prompts) > 1 and terms.resume.cursors:
             # Before any answer is kept, which would begin with ids that this call is refused for.
             raise _not_resumable()
+        self.service.capacity.check_room(len(prompts))
         call_answers = len(prompts) * (body.n or 1)
         self.service.door.check_answers(terms.api_key, call_answers)
         self.service.door.charge_prompts(terms.api_key, len(prompts) - 1, call_answers=call_answers)
         terms = replace(terms, call_answers=call_answers)
-        request_ids = [request_id]
-        if len(prompts) > 1:
-            # An id has 128 characters at most: cut, so that the number fits behind.
-            request_ids = [f"{request_id[:120]}-{number}" for number in range(len(prompts))]
         requests = [
             (await model.prepare(prompt, prompt_id, terms))[0]
-            for prompt, prompt_id in zip(prompts, request_ids, strict=True)
+            for prompt, prompt_id in zip(
+                prompts, prompt_request_ids(request_id, len(prompts)), strict=True
+            )
         ]
         shape = CompletionShape(
             body, requests, tokenizer=model.text, model=model.name, call_id=request_id
@@ -177,7 +180,10 @@ class Api:
         return await self._answer(http, model, call)
 
     async def invocations(self, http: HttpRequest) -> Response:
-        """Answer SageMaker's route: a body with `messages` is a chat's, else a completion's."""
+        """Answer SageMaker's route.
+
+        A body with `prompt` and without `messages` is a completion's, any other one a chat's.
+        """
         http.state.body = await sse.read_body(http)
         try:
             fields = msgspec.json.decode(http.state.body, type=dict[str, msgspec.Raw])
@@ -201,10 +207,10 @@ class Api:
         input_items = await self._resolved_items(body.input_items, terms.tenant)
         earlier_items = [item for turn in previous_turns for item in read_items(turn.items)]
         items = [*earlier_items, *input_items]
-        chat = await self.service.capacity.tokenize(
-            lambda: body.as_chat(model.text, model.limits, items)
-        )
         try:
+            chat = await self.service.capacity.tokenize(
+                lambda: body.as_chat(model.text, model.limits, items)
+            )
             request, prompt = await model.prepare(chat, request_id, terms)
         except ApiError as error:
             raise error_of_responses(error) from None
@@ -237,15 +243,20 @@ class Api:
     async def _resolved_items(self, items: list[InputItem], tenant: str) -> list[InputItem]:
         """Return the items, each reference replaced by the item of a stored response that it names.
 
-        Raises ApiError if there is none.
+        Raises ApiError if there is none, or if the items are too long together.
         """
         # Each once, in their order: an error names the first that is missing.
         item_ids = dict.fromkeys(item.id for item in items if isinstance(item, ItemReference))
         named_items = await self.service.finder.items(tenant, item_ids)
+        texts = {item_id: sse.encode([named_items[item_id]]) for item_id in item_ids}
+        check_referenced_bytes(
+            sum(len(texts[item.id]) for item in items if isinstance(item, ItemReference))
+        )
+        items_by_id = {item_id: read_items(text) for item_id, text in texts.items()}
         resolved: list[InputItem] = []
         for item in items:
             if isinstance(item, ItemReference):
-                resolved += read_items(sse.encode([named_items[item.id]]))
+                resolved += items_by_id[item.id]
             else:
                 resolved.append(item)
         return resolved
@@ -318,14 +329,17 @@ class Api:
         model = self._find(http, body.model)
         text = model.text
         body.check(text, model.limits)
-        token_ids = await self.service.capacity.tokenize(lambda: body.token_ids(text))
-        answer = body.response_body(token_ids, text, model.limits)
+        # The names of a million tokens take half a second, too long for the event loop.
+        answer = await self.service.capacity.tokenize(
+            lambda: body.response_body(body.token_ids(text), text, model.limits)
+        )
         return _json(answer, _note_ignored(model, body))
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Answer vLLM's `/detokenize`: the text of ids."""
         http.state.body = await sse.read_body(http)
-        DetokenizeRequest.check_size(http.state.body, self.service.longest_context)
+        if self.service.models:  # without one, the body is read, and `_find` refuses the call
+            DetokenizeRequest.check_size(http.state.body, self.service.longest_context)
         body = await self._read(http, DetokenizeRequest)
         model = self._find(http, body.model)
         DetokenizeRequest.check_size(http.state.body, model.limits.max_model_len)
@@ -603,13 +617,30 @@ def identify(http: HttpRequest, prefix: str) -> str:
     return request_id
 
 
+def prompt_request_ids(call_id: str, prompts: int) -> list[str]:
+    """Returns the ids of the requests that a call of so many prompts becomes.
+
+    Two calls of several prompts share an id only if they have the same `call_id`.
+    """
+    if prompts == 1:
+        return [call_id]
+    if len(call_id) > NUMBERED_ID_CHARS_MAX:
+        digest = xxhash.xxh3_64_hexdigest(call_id.encode())
+        call_id = f"{call_id[: NUMBERED_ID_CHARS_MAX - len(digest) - 1]}-{digest}"
+    return [f"{call_id}-{number}" for number in range(prompts)]
+
+
 def response_headers(request: Request) -> dict[str, str]:
     """Returns the headers that say where the request ran, and how long that took, in milliseconds.
 
-    `x-request-id` is not among them: Serve, or the gateway's own listener, adds it.
+    Times that are not known are left out: a kept answer that is sent again was not placed again.
+    `x-request-id` is not among the headers: Serve, or the gateway's own listener, adds it.
     """
-    queue_ms = (request.times.placed_s - request.times.arrived_s) * 1e3
-    timing = {"queue": queue_ms, "prefill": (request.ttft_s or 0.0) * 1e3 - queue_ms}
+    timing: dict[str, float] = {}
+    if request.times.placed_s:
+        timing["queue"] = (request.times.placed_s - request.times.arrived_s) * 1e3
+        if request.ttft_s is not None:
+            timing["prefill"] = request.ttft_s * 1e3 - timing["queue"]
     if request.times.first_token_release:
         timing["first-token-held"] = request.times.first_token_held_s * 1e3
     gaps_s = request.gaps_s
@@ -619,9 +650,11 @@ def response_headers(request: Request) -> dict[str, str]:
     if arrived:
         timing["kv"] = arrived.busy_ms
         timing["kv-exposed"] = arrived.exposed_ms
-    return {
+    headers = {
         "x-route": request.route,
         "x-lane": "background" if request.background else "urgent",
         "x-prefix-hit-tokens": str(request.hit_tokens),
-        "server-timing": ", ".join(f"{name};dur={ms:.1f}" for name, ms in timing.items()),
     }
+    if timing:
+        headers["server-timing"] = ", ".join(f"{name};dur={ms:.1f}" for name, ms in timing.items())
+    return headers

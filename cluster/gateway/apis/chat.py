@@ -66,6 +66,7 @@ class ChatRequest(SamplingParameters):
     """What `/v1/chat/completions` takes."""
 
     api: ClassVar[ApiName] = ApiName.CHAT
+    prompt_field: ClassVar[str] = "messages"
 
     model: str = ""
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)]
@@ -146,7 +147,8 @@ class ChatRequest(SamplingParameters):
         self._check_template_arguments(tokenizer)
         documents_chars = len(to_json(self.documents)) if self.documents else 0
         message_chars = sum([len(message.text) for message in self.messages])
-        check_prompt_length(message_chars + documents_chars, limits)
+        if not self.cuts_prompt:
+            check_prompt_length(message_chars + documents_chars, limits, self.prompt_field)
         has_extras = (
             self.tools or self.documents or self.chat_template_kwargs or self.has_template_fields
         )

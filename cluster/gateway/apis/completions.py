@@ -7,6 +7,7 @@ one request is made; `CompletionShape` then makes one object, or its chunks, of 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -17,9 +18,16 @@ from ....protos import frames
 from ..attempt.request import Request
 from ..errors import ApiError
 from ..text.answers import Output, TextDelta
-from ..text.tokenizer import ChatTokenizer, TokenizedPrompt
+from ..text.tokenizer import ChatTokenizer, Detokenizer, TokenizedPrompt
 from .chat import ChatRequest
-from .chat_parts import MESSAGES_MAX, ChatMessage, ChatTool, StreamOptions, check_stream_options
+from .chat_parts import (
+    MESSAGES_MAX,
+    TOOLS_MAX,
+    ChatMessage,
+    ChatTool,
+    StreamOptions,
+    check_stream_options,
+)
 from .chat_shape import StreamUsage, prompt_logprobs_object, usage_object
 from .known_fields import ApiName
 from .parameters import (
@@ -119,7 +127,8 @@ class CompletionPrompt:
     def check(self, tokenizer: ChatTokenizer, limits: ModelLimits) -> None:
         """Raise ApiError for what can be refused before the prompt is tokenized."""
         if isinstance(self.prompt_input, str):
-            check_prompt_length(len(self.prompt_input), limits)
+            if not self.body.cuts_prompt:
+                check_prompt_length(len(self.prompt_input), limits, "prompt")
         else:
             check_token_ids(self.prompt_input, tokenizer)
 
@@ -162,14 +171,39 @@ class CompletionPrompt:
         return sampling
 
 
-def check_token_ids(token_ids: list[int], tokenizer: ChatTokenizer) -> None:
-    """Raise ApiError for an id that the vocabulary does not have."""
+def check_token_ids(token_ids: list[int], tokenizer: ChatTokenizer, param: str = "prompt") -> None:
+    """Raise ApiError, about the field `param`, for an id that the vocabulary does not have."""
     highest_id = max(token_ids, default=0)
     if highest_id >= tokenizer.vocabulary_size:
         message = (
             f"the prompt has the id {highest_id}, but ids are below {tokenizer.vocabulary_size}"
         )
-        raise ApiError("invalid_request", message, "prompt")
+        raise ApiError("invalid_request", message, param)
+
+
+class _TokenPlaces:
+    """Where the tokens of a text begin in it.
+
+    The text of a token depends on the tokens before it: it may be a part of a character, or lose
+    its space at the beginning of a text.
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self.chars = 0  #: Characters of the text so far.
+
+    def offsets_of(self, tokens: Iterable[frames.Token]) -> list[int]:
+        """Return how many characters come before each of the next tokens."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self.chars)
+            self.chars += len(self._detokenizer.feed([token.id]))
+        return offsets
+
+    def end(self) -> int:
+        """Return how many characters the text has, which ends here."""
+        self.chars += len(self._detokenizer.flush())
+        return self.chars
 
 
 class CompletionShape:
@@ -194,7 +228,7 @@ class CompletionShape:
         self._echo_only = body.max_tokens == 0
         self._begun_choices: set[int] = set()  #: Choices that something was sent of.
         self._stream_usage = StreamUsage(body.stream_options)
-        self._sent_chars: dict[int, int] = {}  #: Characters whose logprobs were sent, by choice.
+        self._token_places: dict[int, _TokenPlaces] = {}  #: By choice, if logprobs are wanted.
         self._common_fields = {
             "id": call_id,
             "object": "text_completion",
@@ -274,14 +308,15 @@ class CompletionShape:
         request = self._request_of(delta.index)
         is_first = delta.index not in self._begun_choices
         token_ids_fields = self._token_ids_fields(request, tokens, is_first)
+        prompt_tokens: list[frames.Token] = []  # those that are echoed
         if self._body.echo and is_first:
             text = self._tokenizer.decode(request.prompt_ids) + text
             # The prompt's first token has no logprob, as nothing stands before it.
-            tokens = [frames.Token(request.prompt_ids[0]), *request.prompt_logprobs, *tokens]
+            prompt_tokens = [frames.Token(request.prompt_ids[0]), *request.prompt_logprobs]
         self._begun_choices.add(delta.index)
         logprobs = None
-        if tokens and self._body.logprobs is not None:
-            logprobs = self._logprobs(delta.index, tokens)
+        if (prompt_tokens or tokens) and self._body.logprobs is not None:
+            logprobs = self._logprobs(delta.index, prompt_tokens, tokens)
         return {
             "index": delta.index,
             "text": text,
@@ -301,15 +336,30 @@ class CompletionShape:
             fields["prompt_token_ids"] = request.prompt_ids
         return fields
 
-    def _logprobs(self, choice_index: int, tokens: list[frames.Token]) -> JsonObject:
-        """Return OpenAI's `logprobs` of a completion; offsets are in characters of the choice."""
-        texts = [self._tokenizer.token_text(token.id) for token in tokens]
+    def _logprobs(
+        self,
+        choice_index: int,
+        prompt_tokens: list[frames.Token],
+        answer_tokens: list[frames.Token],
+    ) -> JsonObject:
+        """Return OpenAI's `logprobs` of the next tokens of a choice.
+
+        Offsets are in characters of the choice. A token that begins inside of a character has the
+        offset of that character.
+        """
+        places = self._token_places.get(choice_index)
+        if places is None:
+            output = self.output
+            detokenizer = self._tokenizer.detokenizer(output.special_tokens, output.markers)
+            places = self._token_places[choice_index] = _TokenPlaces(detokenizer)
         text_offsets = []
-        offset = self._sent_chars.get(choice_index, 0)
-        for text in texts:
-            text_offsets.append(offset)
-            offset += len(text)
-        self._sent_chars[choice_index] = offset
+        if prompt_tokens:
+            # The answer's text begins anew behind the prompt's, which shows its special tokens.
+            prompt_places = _TokenPlaces(self._tokenizer.detokenizer(specials=True))
+            text_offsets = prompt_places.offsets_of(prompt_tokens)
+            places.chars = prompt_places.end()
+        text_offsets += places.offsets_of(answer_tokens)
+        tokens = [*prompt_tokens, *answer_tokens]
         return {
             "tokens": [self._body.token_label(token.id, self._tokenizer) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
@@ -318,18 +368,19 @@ class CompletionShape:
         }
 
     def _top_logprobs(self, token: frames.Token) -> dict[str, float] | None:
-        """Return the chosen token and the most likely ones; None if there are no logprobs."""
+        """Return the chosen token and the most likely ones; None if there are no logprobs.
+
+        Several tokens may have one label, as those that are single bytes have. Then the chosen one
+        counts, or else the first of `top`.
+        """
         if token.logprob is None:
             return None
         # Ids that the client named all count, however many most likely ones it wants.
         count = None if self._body.logprob_token_ids else self._body.logprobs
-        return {
-            self._body.token_label(token_id, self._tokenizer): logprob
-            for token_id, logprob in (
-                (token.id, token.logprob),
-                *token.top[:count],
-            )
-        }
+        logprobs = {self._body.token_label(token.id, self._tokenizer): token.logprob}
+        for token_id, logprob in token.top[:count]:
+            logprobs.setdefault(self._body.token_label(token_id, self._tokenizer), logprob)
+        return logprobs
 
 
 class TokenizeRequest(ApiBody):
@@ -342,7 +393,7 @@ class TokenizeRequest(ApiBody):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)] | None = (
         None
     )
-    tools: list[ChatTool] | None = None
+    tools: Annotated[list[ChatTool], Field(max_length=TOOLS_MAX)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     #: None: as of a completion (they are added) for a prompt, as of a chat (they are not) for
     #: messages.
@@ -358,7 +409,7 @@ class TokenizeRequest(ApiBody):
         if self.messages is not None:
             self._as_chat().check(tokenizer, limits)
         else:
-            check_prompt_length(len(self.prompt or ""), limits)
+            check_prompt_length(len(self.prompt or ""), limits, "prompt")
 
     def _as_chat(self) -> ChatRequest:
         """Return the chat with the same messages, which notes here what it ignores."""
@@ -416,5 +467,5 @@ class DetokenizeRequest(ApiBody):
 
     def response_body(self, tokenizer: ChatTokenizer) -> JsonObject:
         """Return vLLM's object of the text. Raises ApiError for an id that no token has."""
-        check_token_ids(self.tokens, tokenizer)
+        check_token_ids(self.tokens, tokenizer, "tokens")
         return {"prompt": tokenizer.decode_in_steps(self.tokens)}

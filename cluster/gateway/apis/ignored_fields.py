@@ -29,9 +29,10 @@ SUGGESTIONS_CACHED = 1024  #: A client makes the same mistake in each of its req
 class IgnoredKind(StrEnum):
     """Why a field is ignored: the values of the metric's label `kind`."""
 
-    UNKNOWN = "unknown"  #: No API has it.
+    UNKNOWN = "unknown"  #: This API has no field of such a name.
     MISSPELT = "misspelt"  #: It is nearly a field that the server knows.
-    DOCUMENTED = "documented"  #: OpenAI, Anthropic or vLLM document it, and it has no effect here.
+    #: OpenAI, Anthropic, vLLM or SGLang document it, and it has no effect here.
+    DOCUMENTED = "documented"
 
 
 class IgnoredFields:

@@ -128,18 +128,23 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     ),
     *_ignored("metadata safety_identifier", _COMPLETIONS, _IDENTITY, [{}]),
     *_ignored("prompt_cache_options prompt_cache_retention", _GENERATED, _CACHE_HINT),
-    *_ignored("prompt_cache_breakpoint messages.prompt_cache_breakpoint", _CHAT, _CACHE_HINT),
+    *_ignored("prompt_cache_breakpoint", _CHAT, _CACHE_HINT),
     *_ignored(
-        "messages.content.prompt_cache_breakpoint messages.content.cache_control "
-        "messages.cache_control tools.cache_control tools.function.cache_control",
-        _CHAT,
+        "messages.prompt_cache_breakpoint messages.content.prompt_cache_breakpoint "
+        "messages.content.cache_control messages.cache_control tools.cache_control "
+        "tools.function.cache_control",
+        _CHAT | _TOKENIZED,
         _CACHE_HINT,
     ),
     *_ignored("verbosity", _CHAT, "say in a message how long the answer is to be", ["medium"]),
     *_ignored("prediction", _CHAT, "makes answers faster, not other ones"),
     *_ignored("moderation", _CHAT | _RESPONSES, "nothing is moderated"),
     *_ignored(
-        "messages.annotations", _CHAT, "is what a web search found", [[]], neutral_if_strict=True
+        "messages.annotations",
+        _CHAT | _TOKENIZED,
+        "is what a web search found",
+        [[]],
+        neutral_if_strict=True,
     ),
     *_ignored(
         "tools.defer_loading tools.function.defer_loading",
@@ -149,12 +154,15 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     ),
     *_refused(
         "messages.audio",
-        _CHAT,
+        _CHAT | _TOKENIZED,
         "audio is not read; send its transcript as content",
         neutral_if_strict=True,
     ),
     *_refused(
-        "messages.function_call", _CHAT, "send the call in tool_calls", neutral_if_strict=True
+        "messages.function_call",
+        _CHAT | _TOKENIZED,
+        "send the call in tool_calls",
+        neutral_if_strict=True,
     ),
     *_refused("functions", _CHAT, "use tools", [[]]),
     *_refused("function_call", _CHAT, "use tool_choice, with tools", ["auto", "none"]),

@@ -464,7 +464,10 @@ def _post_operation(path: str, route: PostRoute) -> Schema:
 
 
 def _invocations_operation() -> Schema:
-    """Describe SageMaker's route: a body with `messages` is a chat's, another one a completion's."""
+    """Describe SageMaker's route.
+
+    A body with `prompt` and without `messages` is a completion's, any other one a chat's.
+    """
     chat_operation = _post_operation("/invocations", POST_OPERATIONS["/v1/chat/completions"])
     bodies = [ref("ChatRequest"), ref("CompletionRequest")]
     answers = [ref("ChatCompletion"), ref("Completion")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import xxhash
 from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Json, Tag
@@ -173,6 +173,8 @@ class CommonSamplingFields(ApiBody):
 class SamplingParameters(CommonSamplingFields):
     """Fields of `/v1/chat/completions` and `/v1/completions` that say how to sample."""
 
+    prompt_field: ClassVar[str] = "prompt"  #: The field that the prompt is made of.
+
     max_tokens: Annotated[int, Field(ge=1)] | None = None  #: None: what the context leaves.
     n: Annotated[int, Field(ge=1, le=16)] | None = None  #: Answers to the prompt; None: one.
     user: str | None = None  #: Without effect.
@@ -204,6 +206,11 @@ class SamplingParameters(CommonSamplingFields):
     regex: str | None = None
     json_schema: str | None = None
     ebnf: str | None = None
+
+    @property
+    def cuts_prompt(self) -> bool:
+        """True if a prompt of any length is taken, as it is cut."""
+        return self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens >= 1
 
     def truncated(self, prompt: TokenizedPrompt) -> TokenizedPrompt:
         """Return the prompt, cut to as many tokens as the client wants."""
@@ -290,7 +297,7 @@ def sampling_of(
     if body.logprob_token_ids and logprobs is None:
         message = "logprob_token_ids needs logprobs"
         raise ApiError("invalid_request", message, "logprob_token_ids")
-    room = output_limit(prompt_tokens, limits)
+    room = output_limit(prompt_tokens, limits, body.prompt_field)
     answer_tokens_limit = min(max_tokens or body.max_tokens or room, room)
     min_tokens = body.min_tokens or 0
     if min_tokens > answer_tokens_limit:
@@ -331,37 +338,41 @@ def sampling_of(
     )
 
 
-def output_limit(prompt_tokens: int, limits: ModelLimits) -> int:
+def output_limit(prompt_tokens: int, limits: ModelLimits, param: str) -> int:
     """Return how many tokens an answer may have: what the prompt leaves of the context.
 
-    Raises ApiError if the prompt is empty or leaves no room for an answer.
+    Raises ApiError, about the field `param`, if the prompt is empty or leaves no room for an
+    answer.
     """
     if prompt_tokens == 0:
-        raise ApiError("invalid_request", "the prompt has no tokens", "prompt")
+        raise ApiError("invalid_request", "the prompt has no tokens", param)
     room = limits.max_model_len - prompt_tokens
     if room < 1:
         message = (
             f"the prompt has {prompt_tokens} tokens, the model's context is "
             f"{limits.max_model_len}: shorten the conversation"
         )
-        raise ApiError("context_length_exceeded", message, "messages")
+        raise ApiError("context_length_exceeded", message, param)
     return room
 
 
-def check_prompt_length(prompt_chars: int, limits: ModelLimits) -> None:
-    """Raise ApiError if so many characters cannot fit the context, even as the longest tokens."""
+def check_prompt_length(prompt_chars: int, limits: ModelLimits, param: str) -> None:
+    """Raise ApiError if so many characters cannot fit the context, even as the longest tokens.
+
+    The error is about the field `param`.
+    """
     if prompt_chars > limits.max_model_len * limits.longest_token_chars:
         message = (
             f"the prompt has {prompt_chars} characters, the model's context is "
             f"{limits.max_model_len} tokens: shorten the conversation"
         )
-        raise ApiError("context_length_exceeded", message, "messages")
+        raise ApiError("context_length_exceeded", message, param)
 
 
 def check_prompt_logprobs(body: SamplingParameters, stream: bool) -> None:
     """Raise ApiError if logprobs of the prompt are to go with a stream, which has no place for any.
 
-    vLLM lets a count of 0 pass with a stream, and sends none.
+    A count of 0 is refused, too; vLLM lets it pass with a stream, and sends none.
     """
     if stream and body.prompt_logprobs is not None:
         message = "prompt_logprobs go with whole answers; leave stream out"

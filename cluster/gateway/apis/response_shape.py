@@ -427,7 +427,10 @@ class ResponseShape:
         return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
     def _response(self, status: str) -> JsonObject:
-        """Return the object of the response as far as it is there, with OpenAI's fields all set."""
+        """Return the object of the response as far as it is there.
+
+        It has those of OpenAI's fields that mean something here.
+        """
         body = self._body
         tool_choice: str | JsonObject = "auto"
         if isinstance(body.tool_choice, str):

@@ -177,6 +177,16 @@ def check_conversation(turns: Sequence[Turn]) -> None:
         raise ApiError("context_length_exceeded", message, "previous_response_id")
 
 
+def check_referenced_bytes(referenced_bytes: int) -> None:
+    """Raise ApiError if the items that an input's references name are too long together."""
+    if referenced_bytes > CONVERSATION_BYTES_MAX:
+        message = (
+            f"the items that the input's references name have {referenced_bytes} bytes, the limit "
+            f"is {CONVERSATION_BYTES_MAX}: name fewer of them"
+        )
+        raise ApiError("context_length_exceeded", message, "input")
+
+
 def output_items(stored: StoredResponse) -> dict[str, JsonObject]:
     """Return the output items of a stored response by their ids."""
     output: list[JsonObject] = _decode(stored.response)["output"]

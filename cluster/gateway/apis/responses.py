@@ -54,7 +54,11 @@ METADATA_PAIRS_MAX = 16
 METADATA_KEY_CHARS_MAX = 64
 METADATA_VALUE_CHARS_MAX = 512
 #: The fields of this API by those of the chat that a body becomes, as errors name them.
-_FIELDS_BY_CHAT_FIELD = {"messages": "input", "reasoning_effort": "reasoning.effort"}
+_FIELDS_BY_CHAT_FIELD = {
+    "messages": "input",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
 
 
 class _TextFormat(BodyPart):

@@ -95,7 +95,7 @@ class BodyPart(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: type[BaseModel], handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Let null stand for fields with a default.
+        """Let null stand for fields with a default, and let lists end at what is wrong.
 
         Only fields that do not take null as a value get a validator: one in Python for each part of
         a body took as long as all else that is done to read a long conversation.
@@ -105,11 +105,28 @@ class BodyPart(BaseModel):
         while fields_schema["type"] != "model-fields":
             fields_schema = handler.resolve_ref_schema(fields_schema["schema"])
         for field_schema in fields_schema["fields"].values():
+            _stop_at_first_finding(field_schema["schema"])
             if _needs_value(field_schema["schema"]):
                 field_schema["schema"]["schema"] = with_info_before_validator_function(
                     _default_for_null, field_schema["schema"]["schema"]
                 )
         return schema
+
+
+def _stop_at_first_finding(schema: Any) -> None:
+    """Let each list and each dict in a field's schema be read up to its first wrong element.
+
+    Only the first finding is ever told. One for each element of a malformed body took 7 us: a body
+    of 8 MiB would stop the event loop for 20 s.
+    """
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True  # older releases of pydantic have it of lists only
+        for inner_schema in schema.values():
+            _stop_at_first_finding(inner_schema)
+    elif isinstance(schema, list):
+        for inner_schema in schema:
+            _stop_at_first_finding(inner_schema)
 
 
 def _needs_value(field_schema: Any) -> bool:
@@ -325,7 +342,8 @@ def _refused_field_error(known_field: KnownField, place: str) -> ApiError:
 
 def _invalid_body_error(error: ValidationError) -> ApiError:
     """Say the first of pydantic's findings in one sentence."""
-    finding = error.errors(include_url=False, include_context=False)[0]
+    findings = error.errors(include_url=False, include_context=False, include_input=False)
+    finding = findings[0]
     steps = [str(step) for step in finding["loc"]]
     field_path = _shortened(".".join(step for step in steps if not step.startswith(BRANCH_MARK)))
     if finding["type"] == "json_invalid" and not field_path:

@@ -284,13 +284,14 @@ class Request(RequestInput):
         return self.continued(self.answers[0].journal)
 
     def adopt(self, other: Request) -> None:
-        """Takes over the journal and the route of an earlier run of the same request, to go on
-        behind it, and the suffix of its calls' ids.
+        """Takes over the journal, the route and the lane of an earlier run of the same request, to
+        go on behind it, and the suffix of its calls' ids.
         """
         self.tool_call_suffix = other.tool_call_suffix
         self.prompt_logprobs = list(other.prompt_logprobs)
         self.workers = list(other.workers)
         self.route = other.route
+        self.background = other.background
         self.hit_tokens = other.hit_tokens
         for answer, other_answer in zip(self.answers, other.answers, strict=True):
             answer.journal = other_answer.journal.copy()

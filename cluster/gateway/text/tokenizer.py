@@ -7,6 +7,7 @@ tokenizer, and the ids of an answer become text again, by a detokenizer for each
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
@@ -71,7 +72,12 @@ FAST_SHORT_PROMPT_CHARS = 16_384
 #: text a thread takes care.
 BRIEF_BYTES_PER_CHARACTER = 8
 SHORT_PROMPT_MESSAGES = 32
+SPACE_MARK = "\u2581"  #: Stands for a space in the tokens of SentencePiece.
+BYTE_NAME = re.compile(r"<0x[0-9A-Fa-f]{2}>")  #: A token that is a single byte.
 PROMPT_END_CHARS = 64  #: Enough of a prompt's end to see what the answer begins in.
+
+
+Detokenizer = LibraryDetokenizer | PieceDetokenizer  #: Turns the ids of one text into text.
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,11 +317,21 @@ class ChatTokenizer:
         return self.tokenizer.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return a token's own bytes, which may be no whole characters."""
+        """Return a token's own bytes, which may be no whole characters.
+
+        A space in front of a word is among them, though some decoders leave it out at the beginning
+        of a text.
+        """
         name = self.token_name(token_id)
-        if not name or token_id in self._added_tokens or not self._decodes_bytes:
+        if not name or token_id in self._added_tokens:
             return self.token_text(token_id).encode()
-        return bytes(BYTE_OF_CHARACTER.get(character, 0) for character in name)
+        if self._decodes_bytes:
+            return bytes(BYTE_OF_CHARACTER.get(character, 0) for character in name)
+        if self._names_bytes and BYTE_NAME.fullmatch(name):
+            return bytes.fromhex(name[3:5])
+        if self._marks_spaces:
+            return name.replace(SPACE_MARK, " ").encode()
+        return self.token_text(token_id).encode()
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -340,7 +356,7 @@ class ChatTokenizer:
 
     def detokenizer(
         self, specials: bool = False, markers: frozenset[str] = frozenset()
-    ) -> LibraryDetokenizer | PieceDetokenizer:
+    ) -> Detokenizer:
         """Return what turns the ids of one answer into text.
 
         With `specials`, special tokens are text; `markers` are those that are text in any case.
@@ -355,6 +371,16 @@ class ChatTokenizer:
     def _decodes_bytes(self) -> bool:
         """True if the tokenizer's decoder puts bytes together, among what else it may do."""
         return "ByteLevel" in repr(self.tokenizer.decoder)
+
+    @cached_property
+    def _names_bytes(self) -> bool:
+        """True if tokens such as `<0x0A>` are single bytes, as Llama 2 and Gemma have them."""
+        return "ByteFallback" in repr(self.tokenizer.decoder)
+
+    @cached_property
+    def _marks_spaces(self) -> bool:
+        """True if the decoder makes spaces of `SPACE_MARK` in the names of tokens."""
+        return SPACE_MARK in repr(self.tokenizer.decoder)
 
     def _hidden_ids(self, markers: frozenset[str]) -> frozenset[int]:
         """Return the ids of the special tokens, which are no text, but for the markers."""

@@ -250,9 +250,11 @@ class RouterSettings(ConfigSection):
     #: How workers are chosen: a key of `diptych.router.policies.POLICIES`.
     policy: str = "diptych"
     #: Classes of requests by name; empty: `interactive`, `sheddable` and `batch` of
-    #: diptych.router.config. A request that names none has its API key's class, else `interactive`,
-    #: else the one with the lowest `priority` (of several the first by name).
+    #: diptych.router.config. A request that names none has its API key's class, else the default.
     classes: dict[str, ClassSettings] = {}
+    #: The class by default; None: `interactive`, else the one with the lowest `priority` (of several
+    #: the first by name) of those without `early_reject`, if there are such.
+    default_class: str | None = None
     #: On the router's machine: where its events are written for `diptych replay`; None: nowhere.
     log_folder: str | None = None
     #: MiB of events that are kept, the newest ones.
@@ -266,6 +268,16 @@ class RouterSettings(ConfigSection):
         if name not in POLICIES:
             raise ValueError(f"expected one of {', '.join(POLICIES)}")
         return name
+
+    @model_validator(mode="after")
+    def _check_default_class(self) -> Self:
+        if self.default_class is not None:
+            from ..router.config import CLASSES
+
+            names = self.classes or CLASSES
+            if self.default_class not in names:
+                raise ValueError(f"default_class is none of the classes {', '.join(names)}")
+        return self
 
 
 class FaultSettings(ConfigSection):

@@ -367,6 +367,7 @@ def router_config(config: ClusterConfig) -> RouterConfig:
         disaggregate=router.disaggregate,
         policy=router.policy,
         classes=classes or CLASSES,
+        default_class=router.default_class or "",
         queue_max=router.queue_max,
         queue_ttl_s=router.queue_ttl_s,
         background_wait_s=router.background_wait_s,

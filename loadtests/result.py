@@ -13,6 +13,7 @@ from . import outcomes as load_outcomes
 from . import server
 from .arrivals import RateStage, rate_stages
 from .endpoint import EndpointFacts
+from .loopback import is_this_machine
 from .outcomes import LoadOutcome
 from .percentiles import percentiles
 from .plan import LoadPlan
@@ -155,6 +156,10 @@ def find_weaknesses(document: dict[str, Any], plan: LoadPlan) -> list[str]:
     if summary["output_tokens"] > SEVERAL_TOKENS * summary["pieces"]:
         tokens_per_piece = summary["output_tokens"] / summary["pieces"]
         warnings.append(f"a piece brings {tokens_per_piece:.1f} tokens: ITL is between pieces")
+    endpoint = document["endpoint"]
+    is_own = endpoint["server"] == "diptych" and is_this_machine(endpoint["url"])
+    if is_own and not any(row["figure"] == "requests answered" for row in document["server"]):
+        warnings.append("the server's own counts were not read: give the admin API as --admin")
     return warnings + _missing_load(document, plan)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ..protos.targets import TtftTarget, parse_cached
 
@@ -47,14 +48,31 @@ CLASSES = {
 DEFAULT_CLASS = "interactive"
 
 
-def ordered_classes(priorities: Mapping[str, int]) -> list[str]:
+class ClassTerms(Protocol):
+    """What decides which class requests that name none have."""
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def early_reject(self) -> bool: ...
+
+
+def ordered_classes(classes: Mapping[str, ClassTerms], default_class: str = "") -> list[str]:
     """Return the names of classes; the first is the class of requests that name none.
 
-    `priorities` are those of the classes by name. The first is `DEFAULT_CLASS`; without it, it is
-    the class that is served first, and of several such the first by name. The order of the mapping
-    does not count: what carries a configuration to Kubernetes (Helm, KubeRay) sorts its keys.
+    The first is `default_class`, if it is set, else `DEFAULT_CLASS`. Where there is no such class
+    it is one that refuses nothing early, of these the one that is served first, and of several such
+    the first by name. The order of the mapping does not count: what carries a configuration to
+    Kubernetes (Helm, KubeRay) sorts its keys.
     """
-    return sorted(priorities, key=lambda name: (name != DEFAULT_CLASS, priorities[name], name))
+    wanted_class = default_class or DEFAULT_CLASS
+
+    def place(name: str) -> tuple[bool, bool, int, str]:
+        terms = classes[name]
+        return name != wanted_class, terms.early_reject, terms.priority, name
+
+    return sorted(classes, key=place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +112,7 @@ class RouterConfig:
     #: target to the first token, as in `max(1s, 3x)` (`protos/targets.py`); "": `ttft_s`
     ttft: str = ""
     tenants: Mapping[str, TenantSlo] = field(default_factory=dict)  #: by the tenant's name
+    default_class: str = ""  #: of requests that name none; "": as `ordered_classes` chooses
 
     def __post_init__(self) -> None:
         assert self.disaggregate in ("always", "auto", "never"), self.disaggregate

@@ -38,8 +38,7 @@ class RequestTargets:
             name: tenant.itl_s for name, tenant in config.tenants.items() if tenant.itl_s
         }
         self._class_names = config.classes.keys()
-        priorities = {name: slo_class.priority for name, slo_class in config.classes.items()}
-        self._default_class = ordered_classes(priorities)[0]
+        self._default_class = ordered_classes(config.classes, config.default_class)[0]
 
     def ttft_target(self, request: PlaceAttempt | RequestOutcome) -> TtftTarget:
         """Return the target that the configuration has for a request of this class and tenant."""

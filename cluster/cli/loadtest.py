@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -319,7 +320,9 @@ def _run_locust(command: list[str], *, verbose: bool) -> int:
         process.send_signal(signal.SIGINT)
         return process.wait()
     finally:
-        if process.poll() is None:  # after a second ^C
+        # Locust itself after a second ^C; after an early one, which ends it at once, the processes
+        # that it has forked.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 

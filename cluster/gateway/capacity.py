@@ -37,6 +37,9 @@ class GatewayCapacity:
         The requests count once they run. So several calls may find the same room while they are
         prepared, and `running_request` refuses what comes too late.
         """
+        if requests > self._max_requests:
+            message = f"{requests} prompts, of which {self._max_requests} may run at a time"
+            raise ApiError("invalid_request", message, "prompt")
         if self.answer_memory_full:
             raise ApiError("queue_full", "answers take all memory that they may have")
         earlier_requests = self.running + self.in_threads

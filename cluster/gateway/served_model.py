@@ -424,13 +424,13 @@ class ServedModel:
         """
         cards = self.plane.cards
         if cards is not self._limits_cards:  # the plane replaces all of them if one changes
-            self._limits_cards = cards
             lengths = [card.max_model_len for card in cards.values() if card.max_model_len]
             if lengths:
                 max_model_len = min(self._files.limits.max_model_len, *lengths)
                 self._limits = self._files.limits.model_copy(
                     update={"max_model_len": max_model_len}
                 )
+            self._limits_cards = cards  # last: threads that tokenize ask, too
         return self._limits
 
     def missing(self) -> list[str]:

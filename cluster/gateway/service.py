@@ -48,9 +48,7 @@ class GatewayService:
         classes = config.router.classes or CLASSES
         #: Names that the header `x-slo-class` may have; the first is the class of requests that
         #: name none.
-        self.classes = tuple(
-            ordered_classes({name: slo_class.priority for name, slo_class in classes.items()})
-        )
+        self.classes = tuple(ordered_classes(classes, config.router.default_class or ""))
         keys_file = config.gateway.api_keys_file
         #: Who may call, and how much at a time.
         self.door = AccessControl(

@@ -69,7 +69,7 @@ def open_vllm(options: EngineOptions, progress: ReportProgress | None = None) ->
     if progress:
         progress("self test", 1.0)
     check_moved_blocks(engine, read_facts(options.model_folder).vocabulary)
-    engine.reset_counters()
+    engine.forget_self_test()
     return engine
 
 
@@ -149,8 +149,16 @@ class VllmEngine:
 
         self.reset_counters()
 
+    def forget_self_test(self) -> None:
+        """Begins with an empty cache and with no counts: what the self test computed is nobody's."""
+        manager = self._scheduler.kv_cache_manager
+        manager.reset_prefix_cache()
+        self._prefixes.take_events(manager.take_events())
+        self._names.drain()
+        self.reset_counters()
+
     def reset_counters(self) -> None:
-        """Begins to count anew: what the self test computed was nobody's."""
+        """Begins to count anew."""
         self._counters = StepCounters()
         self._preemptions = 0
         self._own_statistics = VllmStatistics()

@@ -63,8 +63,10 @@ def find_window(kv_cache_config: Any) -> int | None:
         # A group of layers that differ in their sizes has the spec of each.
         layer_specs = getattr(spec, "kv_cache_specs", {"all layers": spec})
         for layer_spec in layer_specs.values():
-            if not isinstance(layer_spec, FullAttentionSpec):
-                window = getattr(layer_spec, "sliding_window", None)
+            # vLLM derives specs of windows from the one of full attention, too (`RSWASpec`).
+            window = getattr(layer_spec, "rswa_window", None)
+            if window is not None or not isinstance(layer_spec, FullAttentionSpec):
+                window = window or getattr(layer_spec, "sliding_window", None)
                 chunk = getattr(layer_spec, "attention_chunk_size", None)
                 windows.append(int(window or chunk or DROPS_ANYTHING))
     return min(windows, default=None)

@@ -100,6 +100,7 @@ USED_ATTRIBUTES = {
         "kv_cache_config",
         "max_num_scheduled_tokens",
     ),
+    "core.scheduler.kv_cache_manager": ("reset_prefix_cache", "take_events"),
     "core.scheduler.kv_cache_manager.block_pool": ("blocks", "num_gpu_blocks"),
 }
 #: vLLM may run this many times `max_running` requests at a time. It looks at reservations only

@@ -298,3 +298,12 @@ def test_an_override_leaves_the_tree_of_the_caller_as_it_was() -> None:
     overrides = {"models": {"a": {"slo": {"itl_ms": 9}}}, "models.a.slo.itl_ms": 50}
     assert load_config(None, overrides).of_model("a").slo.itl_ms == 50
     assert overrides["models"] == {"a": {"slo": {"itl_ms": 9}}}
+
+
+def test_a_default_class_is_one_of_the_classes() -> None:
+    assert load_config(None, {"router": {"default_class": "batch"}}).router.default_class == "batch"
+    classes = {"chat": {}, "agent": {}}
+    given = {"router": {"classes": classes, "default_class": "agent"}}
+    assert load_config(None, given).router.default_class == "agent"
+    with pytest.raises(ConfigError, match=r"none of the classes chat, agent"):
+        load_config(None, {"router": {"classes": classes, "default_class": "batch"}})

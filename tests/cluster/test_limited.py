@@ -452,7 +452,7 @@ def test_the_prompts_of_a_call_are_requests_and_bounded_as_such(tmp_path: Path) 
             body = {"prompt": ["a"] * prompts, "max_tokens": 1}
             return httpx.post(f"{gateway.url}/v1/completions", json=body).status_code
 
-        assert [status(1), status(2), status(3)] == [200, 200, 429]
+        assert [status(1), status(2), status(3)] == [200, 200, 400]  # three never run at a time
         gateway.gateway.capacity.running = 1
         assert [status(1), status(2)] == [200, 429]
         gateway.gateway.capacity.running = 0

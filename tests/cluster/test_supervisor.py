@@ -147,9 +147,10 @@ def test_a_closed_terminal_stops_the_cluster_and_cuts_nothing_off_before(tmp_pat
 
 
 def test_a_closed_terminal_is_ignored_below_nohup() -> None:
-    assert signal.SIGHUP in stop_signals()
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
+        assert signal.SIGHUP in stop_signals()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert stop_signals() == {signal.SIGINT, signal.SIGTERM}
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -90,7 +90,6 @@ def test_two_processes_offer_the_arrivals_of_one_and_a_gate_is_the_exit_code(
     assert run["client"]["processes"] == 2
 
 
-@pytest.mark.daily
 def test_locusts_page_shows_goodput_and_grpc_streams_are_measured(live: Live) -> None:
     port = free_port()
     command = [str(BIN / "locust"), "-f", str(ROOT / "loadtests/locustfile.py"), "--autostart"]

@@ -146,7 +146,6 @@ def site(
         yield site
 
 
-@pytest.mark.daily
 def test_every_socket_is_listed_and_every_listed_one_is_there(site: Site) -> None:
     listed = {(row.name, process) for row in site.channels() for process in row.processes}
     strangers_to_us = [
@@ -161,7 +160,6 @@ def test_every_socket_is_listed_and_every_listed_one_is_there(site: Site) -> Non
             assert count == 1 or (row.shared_port and count == 0), (row.name, process, count)
 
 
-@pytest.mark.daily
 def test_a_stranger_gets_what_the_table_says_and_nothing_else(site: Site) -> None:
     for row in site.channels():
         for process in row.processes:
@@ -170,7 +168,6 @@ def test_a_stranger_gets_what_the_table_says_and_nothing_else(site: Site) -> Non
                 assert listener.reach == row.reach, listener
 
 
-@pytest.mark.daily
 def test_nobody_was_hurt_by_the_strangers(site: Site) -> None:
     body = {"messages": [{"role": "user", "content": "What is prefill?"}]}
     headers = {"authorization": f"Bearer {site.api_key}"}
@@ -185,7 +182,6 @@ def test_nobody_was_hurt_by_the_strangers(site: Site) -> None:
         assert worker["transfer"]["sessions"] == 1 and not worker["transfer"]["failures"]
 
 
-@pytest.mark.daily
 def test_there_are_no_other_sockets(site: Site) -> None:
     """No UDP. Unix sockets lie where only this user gets in, or are UCX's."""
     for process in processes_of(site.live):

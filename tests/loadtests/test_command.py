@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from tests.support.live import eventually
 
 #: Says when it is ready and at each SIGINT, and exits with the number of SIGINTs within 1 s.
 COUNTING = """
@@ -50,6 +53,27 @@ def test_a_terminals_signal_interrupts_locust_once(number: signal.Signals) -> No
     with started(1.0) as process:
         os.killpg(process.pid, number)
         assert process.wait(20) == 1
+
+
+def test_an_interrupt_that_ends_locust_at_once_leaves_no_process_of_it() -> None:
+    """As one does that comes while it waits for the processes that it has forked."""
+    forking = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+if os.fork() == 0:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print(os.getpid(), file=sys.stderr, flush=True)
+time.sleep(40)
+"""
+    command = [sys.executable, "-c", COMMAND, forking]
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stderr is not None
+        child = int(process.stderr.readline())
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(20)
+        eventually(lambda: not Path(f"/proc/{child}").exists())
 
 
 def test_a_second_interrupt_leaves_no_locust_behind() -> None:

@@ -236,6 +236,7 @@ def test_a_request_goes_before_its_class_its_class_before_its_tenant(
 
 
 BY_PRIORITY = {
+    "early": SloClass(early_reject=True, ttft="1s"),
     "bulk": SloClass(priority=2, ttft="60s"),
     "silver": SloClass(priority=1, ttft="5s"),
     "gold": SloClass(priority=1, ttft="4s"),
@@ -260,8 +261,10 @@ def test_the_order_in_which_classes_are_listed_does_not_count(
             "bulk",
             default_class,
         ]
-        priorities = {name: classes[name].priority for name in names}
-        assert ordered_classes(priorities)[0] == default_class
+        assert ordered_classes(classes)[0] == default_class
+        assert ordered_classes(classes, "bulk")[0] == "bulk"
+        rig = Rig("prefill/a", "decode/x", classes=classes, default_class="silver")
+        assert rig.router.targets.known_class("unknown") == "silver"
 
 
 def test_goodput_is_judged_by_the_same_targets() -> None:

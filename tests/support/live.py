@@ -24,11 +24,21 @@ VLLM_PYTHON = os.environ.get("DIPTYCH_TEST_VLLM_PYTHON")
 START_S, STOP_S = 400.0 if VLLM_PYTHON else 150.0, 60.0
 
 
+#: Below the kernel's range for outgoing connections, above Ray's workers'.
+PORTS = range(20_000, 32_768)
+TEST_PROCESSES_MAX = 8  #: Processes of pytest that run beside each other.
+
+
 def free_port() -> int:
-    """Below the kernel's range for outgoing connections, above Ray's workers': who starts a minute
-    later still finds it free."""
+    """Returns a port that stays free until its server starts, which may be a minute later.
+
+    Each process of pytest has ports of its own. Gateways share a port with whoever else binds it in
+    their way, so two tests with the same one would get each other's connections.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    own_ports = PORTS[worker % TEST_PROCESSES_MAX :: TEST_PROCESSES_MAX]
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_768)
+        port = random.SystemRandom().choice(own_ports)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -156,16 +156,16 @@ class Api:
         if len(prompts) > 1 and terms.resume.cursors:
             # Before any answer is kept, which would begin with ids that this call is refused for.
             raise _not_resumable()
-        self.service.capacity.check_room(len(prompts))
+        prompt_ids = prompt_request_ids(request_id, len(prompts))
+        if not model.shelf.keeps(terms.tenant, prompt_ids[0]):  # else most of it may run already
+            self.service.capacity.check_room(len(prompts))
         call_answers = len(prompts) * (body.n or 1)
         self.service.door.check_answers(terms.api_key, call_answers)
         self.service.door.charge_prompts(terms.api_key, len(prompts) - 1, call_answers=call_answers)
         terms = replace(terms, call_answers=call_answers)
         requests = [
             (await model.prepare(prompt, prompt_id, terms))[0]
-            for prompt, prompt_id in zip(
-                prompts, prompt_request_ids(request_id, len(prompts)), strict=True
-            )
+            for prompt, prompt_id in zip(prompts, prompt_ids, strict=True)
         ]
         shape = CompletionShape(
             body, requests, tokenizer=model.text, model=model.name, call_id=request_id

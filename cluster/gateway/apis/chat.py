@@ -147,8 +147,9 @@ class ChatRequest(SamplingParameters):
         self._check_template_arguments(tokenizer)
         documents_chars = len(to_json(self.documents)) if self.documents else 0
         message_chars = sum([len(message.text) for message in self.messages])
-        if not self.cuts_prompt:
-            check_prompt_length(message_chars + documents_chars, limits, self.prompt_field)
+        prompt_chars = message_chars + documents_chars
+        is_cut = self.cuts_prompt(limits)
+        check_prompt_length(prompt_chars, limits, self.prompt_field, is_cut=is_cut)
         has_extras = (
             self.tools or self.documents or self.chat_template_kwargs or self.has_template_fields
         )

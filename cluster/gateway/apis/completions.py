@@ -127,8 +127,8 @@ class CompletionPrompt:
     def check(self, tokenizer: ChatTokenizer, limits: ModelLimits) -> None:
         """Raise ApiError for what can be refused before the prompt is tokenized."""
         if isinstance(self.prompt_input, str):
-            if not self.body.cuts_prompt:
-                check_prompt_length(len(self.prompt_input), limits, "prompt")
+            is_cut = self.body.cuts_prompt(limits)
+            check_prompt_length(len(self.prompt_input), limits, "prompt", is_cut=is_cut)
         else:
             check_token_ids(self.prompt_input, tokenizer)
 

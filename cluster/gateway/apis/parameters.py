@@ -33,6 +33,8 @@ LOGPROB_IDS_MAX = 128
 ALLOWED_IDS_MAX = 4096
 RESUME_IDS_MAX = 1 << 18
 CACHE_NAME_CHARS_MAX = 1024
+#: Characters of a prompt that is cut once it is tokenized: 1.2 GB with the slowest tokenizers.
+CUT_PROMPT_CHARS_MAX = 1 << 20
 KEYS_MAX = 8  #: So many wrong keys are named in an error, each with so many characters:
 KEY_CHARS_MAX = 40
 ID_MAX = 2**31 - 1  #: The largest 32-bit integer; no vocabulary and no context is larger.
@@ -207,10 +209,10 @@ class SamplingParameters(CommonSamplingFields):
     json_schema: str | None = None
     ebnf: str | None = None
 
-    @property
-    def cuts_prompt(self) -> bool:
-        """True if a prompt of any length is taken, as it is cut."""
-        return self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens >= 1
+    def cuts_prompt(self, limits: ModelLimits) -> bool:
+        """True if a prompt that is longer than the context is taken, as it is cut."""
+        kept_tokens = self.truncate_prompt_tokens
+        return kept_tokens is not None and 1 <= kept_tokens < limits.max_model_len
 
     def truncated(self, prompt: TokenizedPrompt) -> TokenizedPrompt:
         """Return the prompt, cut to as many tokens as the client wants."""
@@ -356,12 +358,18 @@ def output_limit(prompt_tokens: int, limits: ModelLimits, param: str) -> int:
     return room
 
 
-def check_prompt_length(prompt_chars: int, limits: ModelLimits, param: str) -> None:
+def check_prompt_length(
+    prompt_chars: int, limits: ModelLimits, param: str, *, is_cut: bool = False
+) -> None:
     """Raise ApiError if so many characters cannot fit the context, even as the longest tokens.
 
-    The error is about the field `param`.
+    A prompt that is cut once it is tokenized (`is_cut`) may have `CUT_PROMPT_CHARS_MAX` if these
+    are more. The error is about the field `param`.
     """
-    if prompt_chars > limits.max_model_len * limits.longest_token_chars:
+    chars_max = limits.max_model_len * limits.longest_token_chars
+    if is_cut:
+        chars_max = max(chars_max, CUT_PROMPT_CHARS_MAX)
+    if prompt_chars > chars_max:
         message = (
             f"the prompt has {prompt_chars} characters, the model's context is "
             f"{limits.max_model_len} tokens: shorten the conversation"

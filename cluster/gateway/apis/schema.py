@@ -121,7 +121,7 @@ def _stop_at_first_finding(schema: Any) -> None:
     """
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "dict"):
-            schema["fail_fast"] = True  # older releases of pydantic have it of lists only
+            schema["fail_fast"] = True
         for inner_schema in schema.values():
             _stop_at_first_finding(inner_schema)
     elif isinstance(schema, list):

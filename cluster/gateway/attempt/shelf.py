@@ -232,6 +232,10 @@ class Shelf:
         self._without_reader(name, kept)
         return request
 
+    def keeps(self, tenant: str, request_id: str) -> bool:
+        """Returns whether something is kept under a request's name."""
+        return (tenant, request_id) in self._kept
+
     def lacks(self, request: Request) -> bool:
         """Returns whether nothing is kept under the request's name, though answers are kept."""
         return self._window_s > 0 and _name(request) not in self._kept

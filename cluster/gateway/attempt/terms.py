@@ -107,17 +107,17 @@ def _choose_class(
 def _default_class(api_key: ApiKey | None, classes: Collection[str]) -> str:
     """Return the class of a request where neither the client nor the key names one.
 
-    It is the first of `classes`. For a key that allows some classes only it is `DEFAULT_CLASS` if
-    the key allows that, else the first that exists of those that the key lists. Raises ApiError if
-    none of these exists.
+    It is the first of `classes`, if the key allows that, else the first that exists of those that
+    the key lists. Raises ApiError if none of these exists.
     """
+    first_class = next(iter(classes))
     if not api_key or not api_key.classes:
-        return next(iter(classes))
+        return first_class
     choices = [name for name in api_key.classes if name in classes]
     if not choices:
         message = f"this key may ask for the classes {', '.join(api_key.classes)}: none exists"
         raise ApiError("forbidden", message, "x-slo-class")
-    return DEFAULT_CLASS if DEFAULT_CLASS in choices else choices[0]
+    return first_class if first_class in choices else choices[0]
 
 
 def _read_ttft_target(get_header: GetHeader) -> str:

@@ -94,6 +94,8 @@ class LibraryDetokenizer:
         held_ids = len(self._token_ids) - self._context_ids
         incomplete = text.endswith(REPLACEMENT_CHARACTER) and held_ids < INCOMPLETE_IDS_MAX
         if incomplete or len(text) <= len(self._context_text):
+            if held_ids > INCOMPLETE_IDS_MAX:  # ids without text: they would be decoded ever again
+                del self._token_ids[self._context_ids]
             return ""
         new_text = text[len(self._context_text) :]
         self._token_ids = self._token_ids[self._context_ids :]

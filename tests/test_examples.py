@@ -102,6 +102,7 @@ def test_a_log_becomes_a_plan(tmp_path: Path) -> None:
     assert config.slo.ttft == "2s" and config.pools.decode.replicas > 0
 
 
+@pytest.mark.slow
 def test_a_fleet_is_rendered_and_right() -> None:
     printed = run("render.sh")
     assert printed.rstrip().endswith("ok")

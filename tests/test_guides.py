@@ -35,7 +35,13 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.stem == "choose_a_layout" else [])
+        for page in PAGES
+        if commands(page)
+    ],
+    ids=lambda page: page.stem,
 )
 def test_the_cheap_commands_of_a_page_run_in_their_order(page: Path, tmp_path: Path) -> None:
     for command in commands(page):

@@ -58,6 +58,7 @@ class LoadedAddresses(HTMLParser):
         ]
 
 
+@pytest.mark.slow
 def test_strict_building_finds_pages_of_every_kind(site: Path) -> None:
     for page in (
         "index.html",

@@ -20,7 +20,7 @@ def both(rate, split="6P2D", policy="diptych", count=250, **case):
     return runs[1], *found
 
 
-@pytest.mark.parametrize("split", ["6P2D", "8M"])
+@pytest.mark.parametrize("split", ["6P2D", pytest.param("8M", marks=pytest.mark.slow)])
 def test_event_skipping_agrees_with_stepping(split):
     """Stated bound at a load that is met: attainment 3 points, median TTFT 10 %, TPOT 5 %."""
     _, fast, exact = both(12.0, split)

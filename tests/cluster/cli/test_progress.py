@@ -59,6 +59,7 @@ def test_the_time_left_is_told_once_it_can_be_known(
     assert progress.time_left(total, completed, elapsed_s) == left
 
 
+@pytest.mark.slow
 def test_plan_with_json_prints_json_alone_on_stdout(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).parent / "diptych"), "plan", "synthetic:40", "-o", "json"]
     command += ["--write", str(tmp_path / "cluster.yaml")]

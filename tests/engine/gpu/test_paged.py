@@ -61,6 +61,7 @@ def test_half_precision_stays_near(dtype: torch.dtype) -> None:
     assert reference.error(found, expected) < (2e-3 if dtype == torch.float16 else 2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("exact_dots")
 def test_rows_of_prefill_have_the_bits_of_decode_if_exact() -> None:
     """Whole, in chunks, row by row, beside others, in another place of the pool: the same bits."""

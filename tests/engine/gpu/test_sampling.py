@@ -76,7 +76,7 @@ OTHERS = [
 @pytest.mark.parametrize(
     "kind",
     [
-        "spread",
+        pytest.param("spread", marks=pytest.mark.slow),
         pytest.param("ties", marks=pytest.mark.slow),
         pytest.param("flat", marks=pytest.mark.slow),
     ],

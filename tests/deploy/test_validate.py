@@ -333,7 +333,7 @@ def wrong_account(documents: Documents, rng: random.Random) -> None:
     if kind == "RoleBinding":
         chosen["roleRef"]["name"] = "admin"
     elif kind == "Role":
-        (rule,) = chosen["rules"]
+        rule = rng.choice(chosen["rules"])
         key = rng.choice(["resources", "verbs", "resourceNames", "apiGroups"])
         rule[key] = rng.choice([["*"], []])
     elif kind == "ServiceAccount":

@@ -31,7 +31,7 @@ undisturbed cluster, byte for byte. Last run on {day}:
   again under the same request id, and they were answered. *Failed* are those without an answer after 60 s of trying.
 - The pause is the longest time that any client of a repetition waited for the next word of its answer, with its time
   in queues and all its tries.
-- *Whole again* is when all replicas are back and ready, and no transfer has failed for a minute.
+- *Whole again* is when all replicas are back and ready, and the status is healthy.
 - *Leaks* are repetitions after which a block or a job was held by nobody.
 
 | fault | times | requests | wrong | failed | cut off | longest pause s, p50 / p95 | whole again s, p50 / max | leaks |
@@ -43,12 +43,10 @@ NOTES = """
   that were under way are sent again by their clients and answered there.
 - The clients of a gateway that is stopped wait for it: nobody else has their connections.
 - A prefill worker that is stopped fails the transfers that it had begun. Their requests go on at once; the status is
-  degraded for a minute, as an operator should look at it.
+  degraded for 20 s, as an operator should look at it.
 - Serve's controller is Ray's: after SIGTERM it neither answers nor ends for most of a minute. Control ends it when it
   has been silent for 10 s; meanwhile the cluster serves, and the status says that lost replicas stay lost.
 - There is one Serve proxy on a node, and Serve replaces it after three failed checks, a second apart.
-- Where *whole again* is more than a minute, several transfers had failed otherwise than with their worker's connection:
-  they count for a minute.
 """
 
 

@@ -82,7 +82,7 @@ class TestOnACluster:
         cached = [int(count) for count in re.findall(r"(\d+) of \d+ prompt tokens", printed)]
         assert len(cached) == 18 and sum(cached) > 0
 
-    @pytest.mark.daily
+    @pytest.mark.slow
     def test_the_load_test_keeps_its_targets_or_fails(self, live: Live, tmp_path: Path) -> None:
         environment = {"DURATION": "5s", "SLO": "ttft=20s,itl=20s"}
         assert "goodput" in run("slo_loadtest.sh", live.url, environment=environment)

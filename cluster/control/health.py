@@ -13,9 +13,7 @@ from typing import Any
 
 from .orders import WorkerStatistics
 
-#: A failure counts for so long. A process that freezes for some seconds fails several transfers,
-#: and half a minute after it nothing is wrong any more; metrics and alerts remember for longer.
-TRANSFER_WINDOW_S = 20.0
+TRANSFER_WINDOW_S = 60.0  #: A failure counts for so long.
 #: With fewer failures in the window nothing is said: what a failed transfer was to bring was
 #: computed again.
 TRANSFER_FAILURES_MIN = 3
@@ -80,7 +78,7 @@ def read_clocks(
 
 
 class HealthWatch:
-    """Compares what workers say now with what they said `TRANSFER_WINDOW_S` ago."""
+    """Compares what workers say now with what they said in the last minute."""
 
     def __init__(self) -> None:
         self._samples: deque[_FailureSample] = deque()
@@ -130,8 +128,7 @@ class HealthWatch:
             return []
         listed = ", ".join(f"{count} {reason}" for reason, count in sorted(new_failures.items()))
         return [
-            f"{total} failures of transfers or peers within {TRANSFER_WINDOW_S:.0f} s ({listed}): "
-            "run diptych doctor"
+            f"{total} failures of transfers or peers within a minute ({listed}): run diptych doctor"
         ]
 
     def _count_before_window(self, worker: str, reason: str, age_s: float | None) -> int:

@@ -43,10 +43,12 @@ NOTES = """
   that were under way are sent again by their clients and answered there.
 - The clients of a gateway that is stopped wait for it: nobody else has their connections.
 - A prefill worker that is stopped fails the transfers that it had begun. Their requests go on at once; the status is
-  degraded for 20 s, as an operator should look at it.
+  degraded for a minute, as an operator should look at it.
 - Serve's controller is Ray's: after SIGTERM it neither answers nor ends for most of a minute. Control ends it when it
   has been silent for 10 s; meanwhile the cluster serves, and the status says that lost replicas stay lost.
 - There is one Serve proxy on a node, and Serve replaces it after three failed checks, a second apart.
+- Where *whole again* is more than a minute, several transfers had failed otherwise than with their worker's connection:
+  they count for a minute.
 """
 
 

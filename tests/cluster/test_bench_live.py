@@ -762,7 +762,7 @@ def test_the_command_refuses_what_it_cannot_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.daily
+@pytest.mark.slow
 def test_a_real_cluster_serves_a_cell(tmp_path: Path) -> None:
     command = [str(BIN / "diptych"), "bench", "live", "--model", "demo", "--layouts", "1M"]
     command += ["--rates", "2", "--seeds", "1", "--requests", "4", "--prompt-tokens", "32-64"]

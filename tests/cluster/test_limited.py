@@ -458,6 +458,23 @@ def test_the_prompts_of_a_call_are_requests_and_bounded_as_such(tmp_path: Path) 
         gateway.gateway.capacity.running = 0
 
 
+def test_a_call_that_comes_back_needs_no_room_for_what_it_has(tmp_path: Path) -> None:
+    with standing_in(checkpoint(tmp_path / "demo"), gateway={"max_streams": 2}) as gateway:
+
+        def answer(request_id: str) -> httpx.Response:
+            return httpx.post(
+                f"{gateway.url}/v1/completions",
+                json={"prompt": ["a", "b"], "max_tokens": 3},
+                headers={"x-request-id": request_id},
+            )
+
+        first = answer("mine").json()["choices"]
+        gateway.gateway.capacity.running = 1
+        assert answer("mine").json()["choices"] == first
+        assert answer("another").status_code == 429
+        gateway.gateway.capacity.running = 0
+
+
 def test_calls_that_are_prepared_at_a_time_exceed_the_bound_no_more_than_others(
     tmp_path: Path,
 ) -> None:

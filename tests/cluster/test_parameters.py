@@ -9,6 +9,7 @@ import pytest
 from diptych.cluster.gateway.apis.chat import ChatRequest
 from diptych.cluster.gateway.apis.completions import CompletionRequest
 from diptych.cluster.gateway.apis.parameters import (
+    CUT_PROMPT_CHARS_MAX,
     ModelLimits,
     check_known_ids,
     check_prompt_length,
@@ -285,6 +286,24 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized() -> None:
     with pytest.raises(ApiError, match="1001 characters") as error:
         check_prompt_length(1001, limits, "prompt")
     assert error.value.param == "prompt"
+
+
+def test_a_prompt_that_is_cut_may_be_long_and_is_bounded_too() -> None:
+    limits = LIMITS.model_copy(update={"longest_token_chars": 10})
+    check_prompt_length(CUT_PROMPT_CHARS_MAX, limits, "prompt", is_cut=True)
+    with pytest.raises(ApiError, match="shorten"):
+        check_prompt_length(CUT_PROMPT_CHARS_MAX + 1, limits, "prompt", is_cut=True)
+
+
+@pytest.mark.parametrize(
+    ("kept_tokens", "is_cut"),
+    [(None, False), (-1, False), (0, False), (1, True), (LIMITS.max_model_len, False)],
+)
+def test_a_cut_that_leaves_more_than_the_context_is_none(
+    kept_tokens: int | None, is_cut: bool
+) -> None:
+    body = CompletionRequest(prompt="a", truncate_prompt_tokens=kept_tokens)
+    assert body.cuts_prompt(LIMITS) == is_cut
 
 
 @pytest.mark.parametrize(

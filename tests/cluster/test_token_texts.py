@@ -17,6 +17,7 @@ from diptych.cluster.gateway.apis.response_shape import _TextTokens
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt.request import Request
 from diptych.cluster.gateway.text.answers import TextDelta
+from diptych.cluster.gateway.text.detokenizer import INCOMPLETE_IDS_MAX, LibraryDetokenizer
 from diptych.cluster.gateway.text.tokenizer import ChatTokenizer
 from diptych.engine.demo import CHECKPOINT
 from diptych.protos import frames
@@ -54,6 +55,25 @@ def demo() -> Iterator[ChatTokenizer]:
     tokenizer = ChatTokenizer(CHECKPOINT)
     yield tokenizer
     tokenizer.close()
+
+
+class GappyTokenizer:
+    """Ids from 100 on are holes of its vocabulary, which have no text."""
+
+    def __init__(self) -> None:
+        self.longest = 0  #: The most ids that it was given at a time.
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        self.longest = max(self.longest, len(token_ids))
+        return "".join(chr(ord("a") + token_id) for token_id in token_ids if token_id < 100)
+
+
+def test_ids_without_text_are_not_decoded_ever_again() -> None:
+    tokenizer = GappyTokenizer()
+    detokenizer = LibraryDetokenizer(tokenizer, frozenset())  # type: ignore[arg-type]
+    text = detokenizer.feed([0, 1, *range(100, 5100), 2, 3]) + detokenizer.flush()
+    assert text == "abcd"
+    assert tokenizer.longest <= 2 * INCOMPLETE_IDS_MAX + 2
 
 
 def completion(**fields: Any) -> CompletionRequest:

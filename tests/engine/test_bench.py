@@ -372,7 +372,7 @@ def test_a_transfer_without_an_end_is_a_timeout(monkeypatch: pytest.MonkeyPatch)
         StubRig([]).measure(bytes_s=1e9)
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_an_interrupt_ends_the_children_and_is_exit_code_130(checkpoint: Path) -> None:
     command = [sys.executable, "-c", "from diptych.cluster.cli import main; main()"]
     arguments = ["bench", "engine", "--model", str(checkpoint), *SMALL, "--rounds", "50"]

@@ -356,7 +356,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestScheduler = Machine.TestCase
-TestScheduler.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.long

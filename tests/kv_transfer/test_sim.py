@@ -137,7 +137,7 @@ def test_on_a_network_that_is_only_slow_every_ticket_lands():
     crawl()
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize("fate", FATES)
 def test_every_message_of_a_ticket_that_fails_may_be_lost_doubled_or_late(ranks, fate):

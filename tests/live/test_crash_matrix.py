@@ -346,7 +346,6 @@ async def _wake(bench: Bench, fleet: Fleet, transport: str, number: int, seen: C
     assert not await fleet.unwell()
 
 
-@pytest.mark.daily
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("transport", ["tcp", "nixl", "shm"])
 def test_a_frozen_writer_that_wakes_up_spoils_nobody(

@@ -16,7 +16,7 @@ from tests.support.live import BIN, Live, eventually, free_port, running
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_a_tcp_fallback_is_found_named_and_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.ray_token import token_environment
 
-pytestmark = [pytest.mark.cluster, pytest.mark.daily]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SCRIPT = """
 import os, signal, time

@@ -170,7 +170,7 @@ def test_a_ray_of_others_is_joined_with_its_token_alone(tmp_path: Path) -> None:
             assert reply.json()["usage"]["completion_tokens"] == 8, reply.text
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_a_ray_that_asks_nobody_or_is_gone_is_not_joined(tmp_path: Path) -> None:
     with head({**os.environ, AUTH_MODE: "disabled"}) as address:
         assert "asks nobody for a token" in refusal(address, tmp_path)

@@ -88,7 +88,7 @@ def p95(values: list[float]) -> float:
     return sorted(values)[int(0.95 * (len(values) - 1) + 0.5)]
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_pools_shrink_and_grow_under_long_streams(live: Live, streams: Streams) -> None:
     rounds(live, streams, 2)
 
@@ -144,7 +144,7 @@ def flips(live: Live, streams: Streams, count: int) -> None:
     )
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_a_worker_flips_there_and_back_under_load(live: Live, streams: Streams) -> None:
     flips(live, streams, 1)
 

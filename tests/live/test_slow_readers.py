@@ -122,7 +122,7 @@ def whole_events(data: bytes) -> list[bytes]:
     return [event for event in data.split(b"\n\n")[:-1] if b"data: " in event]
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_who_was_cut_off_comes_back_for_the_rest(live: Live) -> None:
     body = {**LONG, "n": 1, "max_tokens": 1200}
     with httpx.Client(timeout=120) as http:

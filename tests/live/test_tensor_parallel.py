@@ -56,7 +56,7 @@ def test_both_ranks_of_a_replica_send_their_heads(live: Live) -> None:
     assert sent and len(followers(live.worker("prefill"))) == 1
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_a_dead_rank_is_a_dead_replica_and_the_next_one_serves(live: Live) -> None:
     before = live.worker("prefill")
     (follower,) = followers(before)

@@ -217,7 +217,7 @@ def test_what_is_wrong_with_a_plan_is_a_sentence(options: dict[str, Any], senten
         diptych.plan("synthetic:60", **options)
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_the_page_that_shows_a_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example = README.read_text().split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}

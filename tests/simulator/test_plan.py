@@ -57,7 +57,7 @@ def test_long_prompts_and_a_tight_itl_make_disaggregation_pay():
     assert found["cluster"]["pools"]["prefill"]["replicas"] > 0
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_short_prompts_and_a_loose_itl_do_not(tmp_path):
     trace = load_trace("poisson:5-6:300-301:30")  # all decode: a prefill worker would idle
     found, _ = planned([("s", Fleet(((SIMPLE, 2),)))], PlanDemand(trace, "ttft=1s,itl=30ms", 0.9))
@@ -72,7 +72,7 @@ def test_short_prompts_and_a_loose_itl_do_not(tmp_path):
     assert "does not pay" in format_plan(found) and "&id" not in path.read_text()
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_a_plan_says_whose_engine_its_times_are() -> None:
     """Ours was timed on one GPU only; workers that were measured speak for themselves."""
     trace = load_trace("synthetic:40")
@@ -188,7 +188,7 @@ def test_a_ttft_out_of_reach_is_named():
     assert "A TTFT of 500ms is out of reach" in reach["sentence"]
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_a_load_beyond_the_fleet_has_nothing_within_reach():
     reach = reach_of("20ms", 20.0, ttft="100ms")["reach"]
     assert not reach["within_reach"] and reach["reachable"] is None
@@ -233,7 +233,7 @@ def test_the_curve_rises_with_the_target_and_has_intervals():
     assert found["reach"]["sentence"] in cluster_yaml(found)
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_pools_of_two_gpu_types_get_a_split_each():
     fleet = Fleet.parse("H100:4,H200:4", MODEL, 4)
     found, _ = planned(

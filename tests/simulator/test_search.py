@@ -136,7 +136,7 @@ def study():
     return run_study(study, said.append), said
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_a_study_is_a_document_with_a_row_for_each_policy(study):
     found, said = study
     rows = json.loads(json.dumps(found))["policies"]
@@ -152,7 +152,7 @@ def test_a_study_is_a_document_with_a_row_for_each_policy(study):
     assert any("3P1D" in line for line in said)  # progress
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_the_report_names_every_policy_in_text_and_html(study):
     found, _ = study
     lines = report.study_text(found).splitlines()

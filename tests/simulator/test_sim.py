@@ -64,7 +64,7 @@ def test_equal_seeds_write_equal_logs_in_any_process(policy):
     assert int(said.split()[0]) == 1800  # asked, placed, ended
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_another_seed_writes_another_log():
     fleet, slo = h200()
     setting = Case(TRACE, fleet, slo).setting(Split.parse("6P2D"))

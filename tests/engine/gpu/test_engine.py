@@ -83,7 +83,7 @@ def test_tokens_are_those_of_torch(small: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("name", "exact"),
     [
-        pytest.param("llama", False, marks=pytest.mark.daily),
+        pytest.param("llama", False, marks=pytest.mark.slow),
         pytest.param("llama", True, marks=pytest.mark.long),
         pytest.param("mixtral", False, marks=pytest.mark.long),
     ],

@@ -281,7 +281,7 @@ def test_attention_is_laid_out_for_what_is_served() -> None:
     assert served.max_positions == 4096 + prove.BLOCK_TOKENS < LLAMA_3_8B.max_positions
 
 
-@pytest.mark.daily
+@pytest.mark.slow
 def test_the_device_samplers_section_compares_it_with_the_hosts() -> None:
     section = prove.sampling_section(CPU, vocab=300, rows=6)
     assert not section.failed and section.lines[0].startswith("6 of 6")

@@ -31,6 +31,14 @@ class MLAAttentionSpec(FullAttentionSpec):
     """Stands for vLLM's latents, which it keeps of all tokens."""
 
 
+class RSWASpec(FullAttentionSpec):
+    """Stands for vLLM's windows that it derives from full attention."""
+
+    def __init__(self, rswa_window: int) -> None:
+        super().__init__()
+        self.rswa_window = rswa_window
+
+
 class SlidingWindowSpec:
     def __init__(self, sliding_window: int) -> None:
         self.sliding_window = sliding_window
@@ -72,6 +80,7 @@ def cache_of(*specs: object) -> SimpleNamespace:
         (FullAttentionSpec(), None),
         (FullAttentionSpec(sliding_window=100), None),  # it keeps all tokens all the same
         (MLAAttentionSpec(), None),
+        (RSWASpec(100), 100),
         (SlidingWindowSpec(100), 100),
         (ChunkedLocalAttentionSpec(8192), 8192),
         (UniformTypeKVCacheSpecs(a=FullAttentionSpec(), b=FullAttentionSpec()), None),

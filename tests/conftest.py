@@ -22,7 +22,13 @@ torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-LIVE_TESTS = "tests/live/"
+CLUSTER_TESTS = (
+    "tests/live/",
+    "tests/test_readme.py",
+    "tests/test_examples.py",
+    "tests/test_install.py",
+    "tests/cluster/test_bench_live.py",
+)
 
 _make_ssl_context = httpx._transports.default.create_ssl_context
 _default_ssl_context = cache(_make_ssl_context)
@@ -59,12 +65,15 @@ def _without_other_clusters(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process a file at a time, and the live tests to one: most share one cluster."""
+    """Give each process a file at a time, and all tests with a cluster to one of the processes.
+
+    Most of these share one cluster, and two that start at once on two cores overload Ray.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class OneCluster(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return LIVE_TESTS if nodeid.startswith(LIVE_TESTS) else super()._split_scope(nodeid)
+            return "clusters" if nodeid.startswith(CLUSTER_TESTS) else super()._split_scope(nodeid)
 
     return OneCluster(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -156,7 +156,10 @@ def test_a_study_is_a_document_with_a_row_for_each_policy(study):
 def test_the_report_names_every_policy_in_text_and_html(study):
     found, _ = study
     lines = report.study_text(found).splitlines()
-    assert "those of vLLM" in lines[1] and "Diptych's own engine, which has not" in lines[1]
+    assert (
+        "those of vLLM" in lines[1]
+        and "not of Diptych's own engine, which has been timed with one" in lines[1]
+    )
     assert "the fit of H200 has values on their limits" in lines[2]
     assert lines[4].split()[:2] == ["POLICY", "VARIANT"] and "OFFERED P99" in lines[4]
     assert [line.split()[0] for line in lines[5:7]] == ["diptych", "round_robin"]

@@ -33,11 +33,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     gc.collect()
-    gc.freeze()  # what is there already need not be looked through each time
+    gc.freeze()  # what is there already need not be looked through each time, and never again
     gc.disable()
     yield
     gc.enable()
-    gc.unfreeze()
 
 
 def requests_that_are_left() -> int:

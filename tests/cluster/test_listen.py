@@ -419,7 +419,7 @@ def test_an_empty_line_between_requests_does_not_end_the_time_of_an_idle_connect
             with contextlib.suppress(ConnectionError):
                 while not reader.at_eof():
                     writer.write(b"\r\n")
-                    await writer.drain()  # says if the connection was reset, which is no end of file
+                    await writer.drain()  # says if the connection was reset: no end of file
                     await asyncio.sleep(0.02)
         writer.transport.abort()
 

@@ -1,10 +1,10 @@
-"""Runs `pip install` and shows how far it is: `progress.py WHAT COMMAND ...`.
+"""Runs `uv pip install` or `pip install` and shows how far it is: `progress.py WHAT COMMAND ...`.
 
-pip is silent for minutes when it is asked to be quiet, and prints a page for each package when it
-is not. Here its output becomes one line that is written over: what it resolves, what it downloads,
-how many packages it has put in place and for how long. Where the output is no terminal, each phase
-is one line. If pip fails, the last lines it said are printed, and its exit status is returned. WHAT
-is the name of what is installed, for people.
+Both are silent when they are asked to be quiet, and print a page when they are not. Here their output
+becomes one line that is written over: what is resolved and downloaded, how many packages pip has put
+in place, and for how long. Where the output is no terminal, each phase is one line. If the command
+fails, the last lines it said are printed, and its exit status is returned. WHAT is the name of what
+is installed, for people.
 
 Only the standard library is used: nothing is installed yet when this file runs.
 """
@@ -21,11 +21,13 @@ from collections import deque
 from pathlib import Path
 from typing import TextIO
 
-#: The lines of pip's output that are understood; others are only kept.
+#: The lines of output that are understood, pip's and uv's; others are only kept.
 COLLECTING = re.compile(r"Collecting (\S+)")
 DOWNLOADING = re.compile(r"\s*Downloading (\S+) \(([^)]+)\)")
 INSTALLING = re.compile(r"Installing collected packages: (.*)")
-LINES_KEPT = 30  #: of pip's output, for when it fails
+RESOLVED_BY_UV = re.compile(r"Resolved (\d+) packages? in")
+PREPARED_BY_UV = re.compile(r"Prepared (\d+) packages? in")
+LINES_KEPT = 30  #: of the output, for when the command fails
 WIDTH_LIMIT = 110  #: of the progress line, in characters
 REFRESH_S = 0.5  #: between two counts of the packages that are in place
 
@@ -103,16 +105,20 @@ def site_packages() -> Path:
     return Path(sys.prefix) / "lib" / version / "site-packages"
 
 
-def follow(pip_output: TextIO, line: ProgressLine, kept: deque[str]) -> None:
-    """Turn pip's output into progress until it ends; keep its last lines in `kept`."""
+def follow(output: TextIO, line: ProgressLine, kept: deque[str]) -> None:
+    """Turn the command's output into progress until it ends; keep its last lines in `kept`."""
     counter: PackageCounter | None = None
     resolved = 0
     try:
-        for text in pip_output:
+        for text in output:
             kept.append(text.rstrip())
             if collecting := COLLECTING.match(text):
                 resolved += 1
                 line.show("finding versions", f"{resolved}: {collecting[1]}")
+            elif resolved_by_uv := RESOLVED_BY_UV.match(text):
+                line.show("downloading", f"{resolved_by_uv[1]} packages")
+            elif prepared_by_uv := PREPARED_BY_UV.match(text):
+                line.show("putting packages in place", prepared_by_uv[1])
             elif downloading := DOWNLOADING.match(text):
                 line.show("downloading", f"{downloading[1].split('-')[0]} ({downloading[2]})")
             elif (installing := INSTALLING.match(text)) and counter is None:
@@ -128,18 +134,18 @@ def main(what: str, command: list[str]) -> int:
     """Run the command; return its exit status."""
     line = ProgressLine(what, sys.stdout)
     kept: deque[str] = deque(maxlen=LINES_KEPT)
-    line.show("starting pip")
+    line.show("starting")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as pip:
-        assert pip.stdout is not None
-        follow(pip.stdout, line, kept)
-    if pip.returncode:
-        line.end(f"pip could not install {what}")
+    ) as installer:
+        assert installer.stdout is not None
+        follow(installer.stdout, line, kept)
+    if installer.returncode:
+        line.end(f"could not install {what}")
         sys.stderr.write("\n".join(kept) + "\n")
     else:
         line.end(f"installed {what}")
-    return pip.returncode
+    return installer.returncode
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from deploy.pip_settings import uv_variables
 from tests.support.live import running
 from tests.support.pty import OnTerminal
 
@@ -155,12 +156,37 @@ def test_progress_shows_each_phase_of_pip_once_where_there_is_no_terminal() -> N
     assert done.returncode == 0
     phases = re.findall(r"installing a thing: (.*)", done.stdout)
     assert phases == [
-        "starting pip",
+        "starting",
         "finding versions",
         "downloading",
         "putting packages in place",
     ]
     assert "installed a thing in" in done.stdout
+
+
+def test_progress_shows_what_uv_does() -> None:
+    done = run_progress(
+        "print('Resolved 16 packages in 299ms'); print('Downloading sympy (6.0MiB)');"
+        "print(' Downloaded sympy'); print('Prepared 16 packages in 5.51s')"
+    )
+    phases = re.findall(r"installing a thing: (.*)", done.stdout)
+    assert phases == ["starting", "downloading", "putting packages in place"]
+
+
+def test_uv_is_told_what_pip_is_configured_with() -> None:
+    """A variable wins over files, and what concerns other commands is not passed on."""
+    listed = """:env:.find-links='/opt/wheels'
+:env:.disable-pip-version-check='1'
+download.index-url='https://other.example/simple'
+global.extra-index-url='file:///one\\nfile:///two'
+global.find-links='/elsewhere'
+install.index-url='https://mirror.example/simple'
+"""
+    assert uv_variables(listed) == {
+        "UV_FIND_LINKS": "/opt/wheels",
+        "UV_EXTRA_INDEX_URL": "file:///one file:///two",
+        "UV_INDEX_URL": "https://mirror.example/simple",
+    }
 
 
 @pytest.mark.parametrize(("columns", "width"), [(40, 39), (200, 110)])
@@ -184,7 +210,7 @@ def test_a_failed_install_shows_what_pip_said_and_keeps_its_exit_status() -> Non
     done = run_progress("print('ERROR: No matching distribution'); raise SystemExit(7)")
     assert done.returncode == 7
     assert "ERROR: No matching distribution" in done.stderr
-    assert "pip could not install a thing" in done.stdout
+    assert "could not install a thing" in done.stdout
 
 
 def test_install_sh_names_its_sizes_when_it_is_asked_for_another() -> None:

@@ -18,7 +18,7 @@ serve: $(VENV)/.installed-serve
 
 # Three files at a time, as a quiet live cluster leaves most of two cores idle (tests/conftest.py keeps the files that share
 # it together). The slow ones overload them: then Ray gives up its start. So they run two at a time where no cluster is
-# started, and one at a time where one is.
+# started, and one at a time where one is: two at a time were no faster (10 minutes), and Ray gave up a start.
 PYTEST := $(BIN)/python -m pytest
 NO_TESTS := 5# pytest's exit status where ARGS chooses none
 test: install build/litellm build/quick-clients

@@ -33,7 +33,7 @@ $("whatif-form").addEventListener("submit", async (event) => {
 
 function show(told) {
   const at = (run, percentile) => ms(run.ttft_ms[percentile / 5]);
-  $("whatif-note").textContent = `${told.requests} requests of ${told.span_s.toFixed(0)} s`;
+  $("whatif-note").textContent = `${told.requests} requests of ${told.span_s.toFixed(0)} s. `;
   table("whatif-runs", ["", "Policy", "Workers", "Load", "Met", "Refused", "TTFT p50", "p95", "ITL p50"],
     RUNS.map(([name, title, colour]) => {
       const run = told[name];

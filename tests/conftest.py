@@ -23,6 +23,7 @@ torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
+#: Files and folders whose tests start clusters: a scheduler of xdist sees names, and no marks.
 CLUSTER_TESTS = (
     "tests/live/",
     "tests/test_readme.py",
@@ -54,7 +55,7 @@ httpx._transports.default.create_ssl_context = _shared_ssl_context
 def _nothing_old_to_collect() -> None:
     """Keep the garbage collector from all that the tests before this file have left.
 
-    Imports and pytest's own tests are a million objects. A full collection of these takes 0.6 s, and
+    Imported modules and the tests that pytest collected are a million objects. A full collection of these takes 0.6 s, and
     each gateway that starts in a test asks for one.
     """
     gc.collect()

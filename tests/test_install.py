@@ -213,6 +213,34 @@ def test_a_failed_install_shows_what_pip_said_and_keeps_its_exit_status() -> Non
     assert "could not install a thing" in done.stdout
 
 
+@pytest.mark.parametrize("uv", ["cannot be installed", "fails"])
+def test_where_uv_does_not_get_through_pip_installs(tmp_path: Path, uv: str) -> None:
+    """The environment's Python is a script that notes what it is asked for."""
+    venv, asked = tmp_path / "venv", tmp_path / "asked"
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin/python"
+    python.write_text(
+        f"""#!/bin/sh
+echo "$*" >> {asked}
+case "$*" in
+    *"install -q uv=="*) {"exit 1" if uv == "cannot be installed" else f"cp /bin/true {venv}/bin/uv"} ;;
+    deploy/progress.py*bin/uv*) exit 1 ;;
+esac
+"""
+    )
+    python.chmod(0o755)
+    command = ["bash", str(ROOT / "deploy/install.sh"), str(venv)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    by_pip = (
+        f"deploy/progress.py Diptych (serve) {python} -m pip --disable-pip-version-check install"
+    )
+    assert f"{by_pip} -c constraints.txt -e ." in asked.read_text().splitlines()
+    said = "uv cannot be installed" if uv == "cannot be installed" else "trying it with pip"
+    assert said in done.stdout
+    assert (venv / ".installed-serve").exists()
+
+
 def test_install_sh_names_its_sizes_when_it_is_asked_for_another() -> None:
     command = ["bash", str(ROOT / "deploy/install.sh"), "/nonexistent", "huge"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

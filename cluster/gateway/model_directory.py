@@ -10,6 +10,7 @@ from ..config import ClusterConfig, ConfigError
 from ..launch.checkpoint import find_checkpoint
 from ..model_watch import ModelWatch
 from .attempt.plane import Plane
+from .rehearsal import rehearse
 from .served_model import ServedModel, read_model_files
 from .service import GatewayService
 
@@ -34,6 +35,8 @@ class ModelDirectory:
         self._watch = ModelWatch(find_models, self._add, self._take_away)
         self._gateway = gateway  #: The gateway's own name in the cluster.
         self._leaving: set[asyncio.Task[None]] = set()  #: asyncio itself keeps no tasks.
+        #: The gateway's own first chats, by the model's name.
+        self._rehearsals: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Serves the models that there are, and from then on those that come.
@@ -48,7 +51,7 @@ class ModelDirectory:
         All models stay open: the service ends them.
         """
         await self._watch.stop()
-        tasks = [*self._leaving]
+        tasks = [*self._leaving, *self._rehearsals.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -75,13 +78,17 @@ class ModelDirectory:
         model = ServedModel(
             config, files, checkpoint.name, plane, facilities=self._service.facilities
         )
+        model.is_rehearsed = False
         self._service.add(model)
+        rehearsal = asyncio.get_running_loop().create_task(rehearse(self._service, model))
+        self._rehearsals[model.name] = rehearsal
         gc.freeze()  # else each full collection walks the tokenizer: 100 ms between two tokens
         return model
 
     def _take_away(self, model: ServedModel) -> None:
         """Refuses new requests for a model now, and ends it when those that run have ended."""
         self._service.remove(model)
+        self._rehearsals.pop(model.name).cancel()
         leaving = asyncio.get_running_loop().create_task(self._end(model))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)

@@ -197,6 +197,8 @@ class ServedModel:
         #: What handlers give a prepared request to; it keeps answers for clients that come back.
         self.shelf = Shelf(self, config.gateway.resume_s, facilities.memory.limits)
         self._partitions = CachePartitions(config.secret)
+        #: False while the gateway's own first chats go on: clients should wait for their end.
+        self.is_rehearsed = True
 
         self.tally = GatewayTally(config, list(config.router.classes or CLASSES))
         # The parsers of answers count flawed tool calls there, and the tally's page shows them.
@@ -319,7 +321,11 @@ class ServedModel:
         """Generates what the request lacks, and counts how it ended. Raises ApiError.
 
         The answers count for the request's key until they have ended, with or without a reader.
+        A rehearsal's count for nothing.
         """
+        if request.terms.is_rehearsal:
+            await self.generator.run(request, sink)
+            return
         open_answers = sum(not answer.ended for answer in request.answers)
         terms = request.terms
         with (
@@ -434,10 +440,18 @@ class ServedModel:
         return self._limits
 
     def missing(self) -> list[str]:
-        """Returns what a request would lack; empty: it can be served.
+        """Returns what a request would lack; empty: it can be served, and as fast as any later one.
 
-        That is `gateway`, `router` or `connections`, or the roles that no worker has.
+        That is `gateway`, `router` or `connections`, the roles that no worker has, or `rehearsal`
+        until the gateway's own first chats have ended.
         """
+        missing_parts = self.missing_parts()
+        if not missing_parts and not self.is_rehearsed:
+            return ["rehearsal"]
+        return missing_parts
+
+    def missing_parts(self) -> list[str]:
+        """Returns what a request cannot do without, of which there is none."""
         if self.generator.closed:
             return ["gateway"]
         if not self.plane.link.connected:

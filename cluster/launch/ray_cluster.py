@@ -159,6 +159,7 @@ def start_ray(folder: Path, auth: AuthMode, cpus: int, with_fork_server: bool = 
             fork_server.start(folder)
     import ray
 
+    _start_no_log_monitor()
     try:
         _init_ray(
             address="local",
@@ -245,6 +246,20 @@ def _init_ray(**settings: Any) -> None:
     ray.init(**settings)
     if callable(handler) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
+
+
+def _start_no_log_monitor() -> None:
+    """Let the Ray that this process starts do without a log monitor; `ray.init` has no such setting.
+
+    The monitor reads all logs again and again, to send what workers write to the driver, and keeps
+    a descriptor open for each log that there ever was. Our driver wants none of it (`log_to_driver`).
+    """
+    from ray._private.node import Node
+
+    def start_none(node: Node) -> None:
+        """Stand in for the method that starts the monitor."""
+
+    setattr(Node, "start_log_monitor", start_none)  # noqa: B010  # mypy takes no assignment
 
 
 def ended_ray_processes() -> dict[str, int]:

@@ -199,7 +199,9 @@ def test_a_process_that_was_there_before_is_let_alone(tmp_path: Path) -> None:
 #: Ends a descendant whose name is no text, and not the new child of an older process.
 WITH_OTHERS = """
 import ctypes, os, subprocess, sys, time
-from diptych.cluster.launch.processes import adopt_orphans, descendants, end_descendants, has_ended
+from diptych.cluster.launch.processes import (
+    adopt_orphans, descendants, end_descendants, has_ended, reap_orphans
+)
 
 older = subprocess.Popen(
     ["sh", "-c", "read line; sleep 600 & echo $!; wait"],
@@ -222,6 +224,8 @@ while b"\\xff" not in open(f"/proc/{named}/comm", "rb").read():
 assert not has_ended(named)
 assert end_descendants(10.0, spare=spare) == set()
 assert has_ended(named) and not has_ended(of_the_older)
+reap_orphans(spare=spare)
+assert not os.path.exists(f"/proc/{named}")
 older.kill()
 os.kill(of_the_older, 9)
 """

@@ -52,6 +52,8 @@ def test_a_cluster_comes_back_without_ray_and_ends_with_serve(tmp_path: Path) ->
     with running(tmp_path / "serve.log") as live:
         first_folder = ray_folder(live.log)
         first_processes = processes_of(live)[1:]
+        # Nobody reads what Ray's log monitor sends, and it keeps all logs open.
+        assert not [one for one in first_processes if "log_monitor" in " ".join(one.cmdline())]
         process_named(live, "gcs/gcs_server").kill()
         eventually(lambda: live.log.read_text().count("] ready") == 2, AGAIN_S)
         assert "Ray's gcs_server has ended" in live.log.read_text()

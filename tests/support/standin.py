@@ -24,7 +24,7 @@ from diptych.cluster import model_watch
 from diptych.cluster.applications import ModelApplication
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.gateway import gateway as gateways
-from diptych.cluster.gateway import model_directory
+from diptych.cluster.gateway import model_directory, rehearsal
 from diptych.cluster.gateway.attempt.backlog import Backlog
 from diptych.cluster.gateway.attempt.plane import Inbox
 from diptych.cluster.gateway.errors import ApiError
@@ -256,11 +256,12 @@ def standing_in(
     folder: Path,
     more_models: Sequence[ModelApplication] = (),
     name: str = "stand-in",
+    questions: int = 0,
     **sections: dict,
 ) -> Iterator[StandIn]:
     """A gateway for the checkpoint in `folder`, as the model `demo`, and for more models.
 
-    `name` tells it from other gateways.
+    `name` tells it from other gateways. Of its own it asks each model so many `questions`.
     """
     http_port, grpc_port = free_port(), free_port()
     given = {"http_port": http_port, "grpc_port": grpc_port} | sections.pop("gateway", {})
@@ -299,6 +300,7 @@ def standing_in(
         patch.object(model_directory, "Plane", plane_of),
         patch.object(model_directory, "router_finder", lambda application: application),
         patch.object(model_watch, "LOOK_INTERVAL_S", 0.02),
+        patch.object(rehearsal, "QUESTIONS", questions),
     ):
         gateway = asyncio.run_coroutine_threadsafe(start(), loop).result(120)
         first_workers = workers[first.name]

@@ -236,6 +236,12 @@ class Shelf:
         """Returns whether something is kept under a request's name."""
         return (tenant, request_id) in self._kept
 
+    def discard(self, tenant: str, request_id: str) -> None:
+        """Forgets what is kept under a request's name, if anything is."""
+        name = (tenant, request_id)
+        if name in self._kept:
+            self._drop(name)
+
     def lacks(self, request: Request) -> bool:
         """Returns whether nothing is kept under the request's name, though answers are kept."""
         return self._window_s > 0 and _name(request) not in self._kept

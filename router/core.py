@@ -216,9 +216,10 @@ class Router:
             kind=placement.kind,
             waited_s=placed_at - request.heard_at,
         )
-        self._demand.record_placement(request.prompt_tokens, placement.cached_tokens, placed_at)
-        self.hit_tokens += placement.cached_tokens
-        self.prompt_tokens += request.prompt_tokens
+        if not request.place.is_rehearsal:
+            self._demand.record_placement(request.prompt_tokens, placement.cached_tokens, placed_at)
+            self.hit_tokens += placement.cached_tokens
+            self.prompt_tokens += request.prompt_tokens
         worker = placement.computing_worker
         if worker.alive:
             # All of them, those that it holds too: what is used often is then forgotten last.
@@ -428,7 +429,7 @@ class Router:
         self._index.expire(now)
         request = self._new_request(gateway, place, now)
         _, attempt_number = key
-        if attempt_number == 0:  # another attempt is no new demand
+        if attempt_number == 0 and not place.is_rehearsal:  # another attempt is no new demand
             arrival = UntidiedArrival(
                 request.prompt_tokens, request.expected_tokens - request.prompt_tokens, now
             )
@@ -624,11 +625,15 @@ class Router:
         self._forget_attempt(key, now)
         if outcome is not None:
             if attempt is not None and outcome.tokens and outcome.reason in FINISHED:
-                place = attempt.request.place
-                tokens = outcome.tokens / place.answer_count
-                self.lengths.observe(place.tenant, place.slo_class, tokens)
+                self._observe_length(attempt.request.place, outcome)
             self._recorder.record_outcome(key, outcome)
         return self._place_queued(now)
+
+    def _observe_length(self, place: PlaceAttempt, outcome: AttemptOutcome) -> None:
+        if place.is_rehearsal:  # its answer is as short as its gateway wants
+            return
+        tokens = outcome.tokens / place.answer_count
+        self.lengths.observe(place.tenant, place.slo_class, tokens)
 
     def _forget_attempt(self, key: AttemptKey, now: float) -> None:
         self.queue.leave(key)

@@ -700,3 +700,19 @@ def test_who_waited_in_vain_and_who_was_not_let_in_have_a_record_each() -> None:
     (record,) = rig.router.decisions.find("waits")
     assert (record.kind, record.note) == ("refused", action.frame.message)
     assert record.waited_s == pytest.approx(100.0)
+
+
+# ---- a gateway's own requests --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_rehearsal", [False, True])
+def test_a_rehearsal_is_placed_and_is_no_demand(rig: Rig, is_rehearsal: bool) -> None:
+    expected_before = rig.router.lengths.expect("", "interactive", 1000)
+    assert isinstance(rig.ask("r", is_rehearsal=is_rehearsal), AttemptPlaced)
+    outcome = AttemptOutcome(("r", 0), tokens=4, reason="length")
+    rig.send(e.AttemptEnded(("r", 0), outcome))
+    load = rig.router.demand.offered_load(rig.now)
+    expected = rig.router.lengths.expect("", "interactive", 1000)
+    assert (load.rate == 0) is is_rehearsal
+    assert (rig.router.prompt_tokens == 0) is is_rehearsal
+    assert (expected == expected_before) is is_rehearsal

@@ -341,6 +341,7 @@ class Generator:
             session=terms.session_id,
             answer_count=sampling.n,
             ttft=request.targets.ttft or terms.ttft_target,
+            is_rehearsal=terms.is_rehearsal,
         )
 
     def _submit(

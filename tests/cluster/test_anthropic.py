@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from anthropic import Anthropic, BadRequestError, beta_tool
 from diptych.cluster.gateway.apis.messages import MessageShape, MessagesRequest, _tool_input
 from diptych.cluster.gateway.apis.schema import parse_body
 from diptych.cluster.gateway.attempt.request import Request
@@ -18,8 +17,11 @@ from diptych.protos import frames
 from pydantic import BaseModel
 
 from tests.engine import rig
+from tests.support.lazy import LazyModule
 from tests.support.malformed import ASK, CITY
 from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standing_in
+
+anthropic = LazyModule("anthropic")
 
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]
 TOOLS: Any = [{"name": "weather", "description": "The weather.", "input_schema": CITY}]
@@ -41,8 +43,8 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def claude(gateway: StandIn) -> Anthropic:
-    return Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
+def claude(gateway: StandIn) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=gateway.url, api_key="none", max_retries=0)
 
 
 @pytest.fixture
@@ -97,7 +99,9 @@ def test_each_token_of_a_prompt_is_counted_once(
     assert sum(expected) == prompt_tokens and usage["output_tokens"] == 5
 
 
-def test_the_sdk_sees_the_same_usage_streamed_whole_and_counted(claude: Anthropic) -> None:
+def test_the_sdk_sees_the_same_usage_streamed_whole_and_counted(
+    claude: anthropic.Anthropic,
+) -> None:
     fields: Any = {"model": "demo", "messages": MESSAGES}
     whole = claude.messages.create(**fields, max_tokens=99)
     with claude.messages.stream(**fields, max_tokens=99) as stream:
@@ -119,7 +123,6 @@ def test_the_sdk_sees_the_same_usage_streamed_whole_and_counted(claude: Anthropi
 # ---- the tool runner -----------------------------------------------------------------------------
 
 
-@beta_tool
 def weather(city: str) -> str:
     """The weather in a city.
 
@@ -131,11 +134,15 @@ def weather(city: str) -> str:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_tool_runner_does_without_threads(
-    claude: Anthropic, prompts: Any, stream: bool
+    claude: anthropic.Anthropic, prompts: Any, stream: bool
 ) -> None:
     seen = prompts(f"Let me see.\n{ROME_CALL}", "Wet.")
     runner: Any = claude.beta.messages.tool_runner(
-        model="demo", max_tokens=300, messages=MESSAGES, tools=[weather], stream=stream
+        model="demo",
+        max_tokens=300,
+        messages=MESSAGES,
+        tools=[anthropic.beta_tool(weather)],
+        stream=stream,
     )
     final = runner.until_done()
     assert final.content[-1].text == "Wet." and final.stop_reason == "end_turn"
@@ -161,7 +168,7 @@ def test_a_thread_is_refused_with_the_details_that_sdks_read(gateway: StandIn) -
 # ---- tools ---------------------------------------------------------------------------------------
 
 
-def test_the_stream_helper_gets_a_call_in_pieces(claude: Anthropic, prompts: Any) -> None:
+def test_the_stream_helper_gets_a_call_in_pieces(claude: anthropic.Anthropic, prompts: Any) -> None:
     second = call_text("weather", {"city": "Oslo"})
     prompts(f"Both.\n{ROME_CALL}\n{second}")
     fields: Any = {"model": "demo", "max_tokens": 300, "messages": MESSAGES, "tools": TOOLS}
@@ -192,7 +199,7 @@ def test_the_stream_helper_gets_a_call_in_pieces(claude: Anthropic, prompts: Any
     ],
 )
 def test_a_tool_is_chosen_as_the_client_says(
-    claude: Anthropic, prompts: Any, stream: bool, choice: Any, calls: int
+    claude: anthropic.Anthropic, prompts: Any, stream: bool, choice: Any, calls: int
 ) -> None:
     if choice["type"] in ("auto", "none"):
         prompts(f"{ROME_CALL}\n{ROME_CALL}")
@@ -209,7 +216,9 @@ def test_a_tool_is_chosen_as_the_client_says(
     assert message.stop_reason == ("tool_use" if calls else "end_turn")
 
 
-def test_a_forced_call_cut_at_any_token_is_a_tool_use_in_streams_too(claude: Anthropic) -> None:
+def test_a_forced_call_cut_at_any_token_is_a_tool_use_in_streams_too(
+    claude: anthropic.Anthropic,
+) -> None:
     fields: Any = {"model": "demo", "messages": MESSAGES, "tools": TOOLS}
     fields["tool_choice"] = {"type": "tool", "name": "weather"}
     full = claude.messages.create(**fields, max_tokens=300)
@@ -225,7 +234,7 @@ def test_a_forced_call_cut_at_any_token_is_a_tool_use_in_streams_too(claude: Ant
 
 
 def test_arguments_that_are_no_json_are_not_taken_for_the_tool_s(
-    claude: Anthropic, prompts: Any
+    claude: anthropic.Anthropic, prompts: Any
 ) -> None:
     broken = ROME_CALL.replace('"Rome"', "Rome")
     prompts(broken, broken)
@@ -246,7 +255,7 @@ def test_a_call_without_arguments_has_no_input() -> None:
     assert _tool_input("x", is_cut=False) == {"INVALID_JSON": "x"}
 
 
-def test_tools_count_as_tokens(claude: Anthropic) -> None:
+def test_tools_count_as_tokens(claude: anthropic.Anthropic) -> None:
     fields: Any = {"model": "demo", "messages": MESSAGES}
     plain = claude.messages.count_tokens(**fields).input_tokens
     with_tools = claude.messages.count_tokens(**fields, tools=TOOLS).input_tokens
@@ -264,7 +273,7 @@ class Place(BaseModel):
     city: Literal["Rome", "Oslo"]
 
 
-def test_the_sdk_parses_answers_of_a_class(claude: Anthropic) -> None:
+def test_the_sdk_parses_answers_of_a_class(claude: anthropic.Anthropic) -> None:
     fields: Any = {"model": "demo", "max_tokens": 99, "messages": MESSAGES}
     answer = claude.messages.parse(**fields, output_format=Place)
     assert isinstance(answer.parsed_output, Place)
@@ -275,7 +284,9 @@ def test_the_sdk_parses_answers_of_a_class(claude: Anthropic) -> None:
     assert isinstance(beta.parsed_output, Place)
 
 
-def test_a_budget_is_accepted_and_thoughts_are_sent_back(claude: Anthropic, prompts: Any) -> None:
+def test_a_budget_is_accepted_and_thoughts_are_sent_back(
+    claude: anthropic.Anthropic, prompts: Any
+) -> None:
     seen = prompts()
     for thinking in (
         {"type": "enabled", "budget_tokens": 1024},
@@ -300,7 +311,7 @@ def test_a_budget_is_accepted_and_thoughts_are_sent_back(claude: Anthropic, prom
         assert "Well." in seen[-1] and "redacted" not in seen[-1]
 
 
-def test_a_prefilled_answer_is_continued(claude: Anthropic, prompts: Any) -> None:
+def test_a_prefilled_answer_is_continued(claude: anthropic.Anthropic, prompts: Any) -> None:
     seen = prompts("efill is", "efill is")
     fields: Any = {"model": "demo", "max_tokens": 50}
     turns: Any = [*MESSAGES, {"role": "assistant", "content": "Sure: pr"}]
@@ -332,7 +343,7 @@ def test_the_demo_model_goes_on_where_a_prefill_ends(gateway: StandIn) -> None:
         assert whole[:at] + answer(QUESTION, whole[:at]) == whole
 
 
-def test_hints_of_clients_are_accepted(gateway: StandIn, claude: Anthropic) -> None:
+def test_hints_of_clients_are_accepted(gateway: StandIn, claude: anthropic.Anthropic) -> None:
     cached: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     answer = claude.beta.messages.with_raw_response.create(
         model="demo",
@@ -386,10 +397,10 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
-    claude: Anthropic, fields: dict, place: str, named: str
+    claude: anthropic.Anthropic, fields: dict, place: str, named: str
 ) -> None:
     body: Any = {"model": "demo", "max_tokens": 9, "messages": MESSAGES, **fields}
-    with pytest.raises(BadRequestError) as error:
+    with pytest.raises(anthropic.BadRequestError) as error:
         claude.messages.create(**body)
     body_of_error: Any = error.value.body
     assert body_of_error["error"]["message"].startswith(f"{place}: ")
@@ -413,7 +424,7 @@ AGENT_TOOLS: Any = [
 ]
 
 
-def test_an_agent_s_loop_goes_through(claude: Anthropic, prompts: Any) -> None:
+def test_an_agent_s_loop_goes_through(claude: anthropic.Anthropic, prompts: Any) -> None:
     code = 'print("</tool_call>")\n\tif x < 1: {\\"é\\"}'
     edit = {"path": "a.py", "text": code}
     seen = prompts(

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import hypothesis
 import pytest
-import schemathesis
 from diptych.cluster.gateway.apis.known_fields import Treatment, known_fields_of
 from diptych.cluster.gateway.apis.messages import anthropic_error_body
 from diptych.cluster.gateway.apis.openapi import POST_OPERATIONS, openapi_document
@@ -21,20 +20,11 @@ from diptych.cluster.gateway.errors import ERROR_KINDS, ApiError
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi import checks
 from starlette.routing import Route
 
 from tests.support.malformed import VALID
 from tests.support.standin import StandIn, checkpoint, standing_in
 
-CHECKS = [
-    not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
-]
 LONG_S = float(os.environ.get("SCHEMATHESIS_S", 1800.0))
 SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
@@ -117,10 +107,20 @@ def examine(gateway: StandIn, seed: int, examples: int) -> Counter[int]:
 
     -1: a stream.
     """
+    import schemathesis  # only here: it takes half a second, also for processes that test other things
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    wanted_checks = [
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_schema_conformance,
+    ]
     schema = schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
     seen: Counter[int] = Counter()
     operations = [found.ok() for found in schema.get_all_operations()]
-    kinds = list(GenerationMode)
+    kinds = list(schemathesis.GenerationMode)
     cases = [
         one.as_strategy(kind)
         for one in operations
@@ -142,7 +142,7 @@ def examine(gateway: StandIn, seed: int, examples: int) -> Counter[int]:
         response = case.call()
         streamed = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
         seen[-1 if streamed else response.status_code] += 1
-        case.validate_response(response, checks=CHECKS)
+        case.validate_response(response, checks=wanted_checks)
 
     ask()
     return seen

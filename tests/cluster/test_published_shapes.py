@@ -2,7 +2,8 @@
 
 `openai` and `anthropic` are generated from the published schemas; their types take unknown fields
 silently, so every one is looked for here. What we say beyond the schema is in `BEYOND`, and where
-the published examples say null against the schema, in `Completion` and `CompletionChunk`.
+the published examples say null against the schema, in `published_completions`. Types are named, as
+`resolve_name` takes it: to import them takes seconds (`lazy`).
 """
 
 from __future__ import annotations
@@ -10,15 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Literal
+from pkgutil import resolve_name
+from typing import Any
 
 import httpx
 import pytest
-from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
-from openai.types import Completion as PublishedCompletion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_choice import CompletionChoice, Logprobs
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from tests.support.malformed import ASK, TOOLS
@@ -37,33 +34,17 @@ NAMED = {"type": "function", "name": "weather"}
 CALLED = {"tools": [{"name": "weather", "input_schema": CITY}], "tool_choice": {"type": "any"}}
 
 
-class _Logprobs(Logprobs):
-    """Nothing is before the first token of an echoed prompt: OpenAI says null there."""
+CHAT = "openai.types.chat:ChatCompletion"
+CHAT_CHUNK = "openai.types.chat:ChatCompletionChunk"
+COMPLETION = "tests.support.published_completions:Completion"
+COMPLETION_CHUNK = "tests.support.published_completions:CompletionChunk"
+RESPONSE = "openai.types.responses:Response"
+RESPONSE_EVENT = "openai.types.responses:ResponseStreamEvent"
+MESSAGE = "anthropic.types:Message"
+MESSAGE_EVENT = "anthropic.types:RawMessageStreamEvent"
 
-    token_logprobs: list[float | None] | None = None
-    top_logprobs: list[dict[str, float] | None] | None = None  # type: ignore[assignment]
-
-
-class _Choice(CompletionChoice):
-    logprobs: _Logprobs | None = None
-
-
-class Completion(PublishedCompletion):
-    choices: list[_Choice]  # type: ignore[assignment]
-
-
-class _OpenChoice(_Choice):
-    """OpenAI's examples of a stream say null until the answer has ended."""
-
-    finish_reason: Literal["stop", "length", "content_filter"] | None  # type: ignore[assignment]
-
-
-class CompletionChunk(PublishedCompletion):
-    choices: list[_OpenChoice]  # type: ignore[assignment]
-
-
-CASES: list[tuple[str, dict, Any, Any]] = [
-    ("/v1/chat/completions", given, ChatCompletion, ChatCompletionChunk)
+CASES: list[tuple[str, dict, str, str]] = [
+    ("/v1/chat/completions", given, CHAT, CHAT_CHUNK)
     for given in (
         {"messages": ASK},
         {"messages": ASK, "n": 2, "max_tokens": 3, **LOGPROBS},
@@ -74,14 +55,14 @@ CASES: list[tuple[str, dict, Any, Any]] = [
     )
 ]
 CASES += [
-    ("/v1/completions", given, Completion, CompletionChunk)
+    ("/v1/completions", given, COMPLETION, COMPLETION_CHUNK)
     for given in (
         {"prompt": "What is prefill?"},
         {"prompt": ["What is prefill?", "b"], "n": 2, "logprobs": 2, "echo": True},
     )
 ]
 CASES += [
-    ("/v1/responses", given, Response, ResponseStreamEvent)
+    ("/v1/responses", given, RESPONSE, RESPONSE_EVENT)
     for given in (
         {"input": "What is prefill?"},
         {"input": ASK, "max_output_tokens": 3, "reasoning": {"effort": "low"}},
@@ -95,7 +76,7 @@ CASES += [
 CASES += [
     ("/v1/messages", {"model": "demo", "max_tokens": 99, "messages": ASK, **given}, *types)
     for given in ({}, CALLED, {"stop_sequences": ["in parallel"]}, {"max_tokens": 3})
-    for types in [(Message, RawMessageStreamEvent)]
+    for types in [(MESSAGE, MESSAGE_EVENT)]
 ]
 
 
@@ -117,12 +98,12 @@ def unknown(value: Any, path: str = "") -> list[str]:
 
 
 @cache
-def adapter_of(kind: Any) -> TypeAdapter[Any]:
+def adapter_of(kind: str) -> TypeAdapter[Any]:
     """Making one of the published unions takes half a second."""
-    return TypeAdapter(kind)
+    return TypeAdapter(resolve_name(kind))
 
 
-def conforms(kind: Any, told: Any) -> Any:
+def conforms(kind: str, told: Any) -> Any:
     """`told` as a strictly validated value of the type, which has all of its fields."""
     parsed = adapter_of(kind).validate_json(json.dumps(told), strict=True)
     assert not unknown(parsed), (unknown(parsed), told)
@@ -171,21 +152,20 @@ def test_a_strict_look_sees_an_unknown_field_a_wrong_type_and_a_missing_one() ->
         "model": "m",
         "choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}],
     }
-    conforms(ChatCompletionChunk, good)
+    conforms(CHAT_CHUNK, good)
     for path, value in (("created", "1"), ("invented", 1), ("object", "chunk")):
         with pytest.raises((ValueError, AssertionError)):
-            conforms(ChatCompletionChunk, {**good, path: value})
+            conforms(CHAT_CHUNK, {**good, path: value})
     with pytest.raises(ValueError):
-        conforms(ChatCompletionChunk, {k: v for k, v in good.items() if k != "choices"})
+        conforms(CHAT_CHUNK, {k: v for k, v in good.items() if k != "choices"})
 
 
 def test_counted_tokens_and_listed_models_too(gateway: StandIn) -> None:
-    from openai.types import Model
 
     counted = httpx.post(
         f"{gateway.url}/v1/messages/count_tokens", json={"model": "demo", "messages": ASK}
     )
-    conforms(MessageTokensCount, counted.json())
+    conforms("anthropic.types:MessageTokensCount", counted.json())
     [card] = httpx.get(f"{gateway.url}/v1/models").json()["data"]
     card.pop("max_model_len")  # beyond the schema, as vLLM has it
-    conforms(Model, card)
+    conforms("openai.types:Model", card)

@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import openai
 import pytest
 from diptych.cluster.gateway.apis import api, response_store
 from diptych.cluster.gateway.apis.api import ApiCall, CallAnswers, EventEncoder
@@ -34,11 +33,14 @@ from diptych.cluster.gateway.text.answers import TextDelta
 from diptych.cluster.gateway.text.content import ContentParser, ContentRules, ContentState
 from diptych.cluster.gateway.text.formats.registry import HERMES
 from diptych.protos import frames
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from tests.support.lazy import LazyModule
 from tests.support.malformed import CITY
 from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standing_in
+
+openai = LazyModule("openai")
+responses = LazyModule("openai.types.responses")
 
 PATH = "/v1/responses"
 WEATHER = {"type": "function", "name": "weather", "parameters": CITY, "strict": True}
@@ -388,7 +390,7 @@ def test_reasoning_text_and_calls_are_items_one_after_the_other(
         events += shape.delta(TextDelta(0, piece, []))
     events += shape.delta(TextDelta(0, pieces[-1], [], finish_reason="stop")) + shape.end(9)
     for event in events:
-        TypeAdapter(ResponseStreamEvent).validate_json(json.dumps(event), strict=True)
+        TypeAdapter(responses.ResponseStreamEvent).validate_json(json.dumps(event), strict=True)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
     opened = [event for event in events if event["type"] == "response.output_item.added"]
@@ -896,6 +898,6 @@ def test_a_stream_that_breaks_off_says_failed_and_then_error(gateway: StandIn) -
     assert list(names) == [f"event: {kind}" for kind in kinds]
     failed = json.loads(data[2].removeprefix("data: "))
     assert failed["sequence_number"] == 2 and failed["response"]["status"] == "failed"
-    assert Response.model_validate(failed["response"]).error
+    assert responses.Response.model_validate(failed["response"]).error
     assert failed["response"]["error"] == {"code": "server_error", "message": "the gateway ends"}
     assert json.loads(data[3].removeprefix("data: "))["error"]["code"] == "draining"

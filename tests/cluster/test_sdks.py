@@ -19,12 +19,14 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
-from openai import BadRequestError
 from pydantic import BaseModel
 
+from tests.support.lazy import LazyModule
 from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standing_in
+
+langchain_openai = LazyModule("langchain_openai")
+messages = LazyModule("langchain_core.messages")
+openai = LazyModule("openai")
 
 ROOT = Path(__file__).parents[2]
 LITELLM = ROOT / "build/litellm"  #: in front of our packages, as it excludes some of them
@@ -43,12 +45,14 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def chain(gateway: StandIn) -> ChatOpenAI:
+def chain(gateway: StandIn) -> langchain_openai.ChatOpenAI:
     given: Any = {"base_url": f"{gateway.url}/v1", "api_key": "none", "max_retries": 0}
-    return ChatOpenAI(model="demo", stream_usage=True, **given)
+    return langchain_openai.ChatOpenAI(model="demo", stream_usage=True, **given)
 
 
-def test_langchain_gets_text_and_usage_whole_and_streamed(chain: ChatOpenAI) -> None:
+def test_langchain_gets_text_and_usage_whole_and_streamed(
+    chain: langchain_openai.ChatOpenAI,
+) -> None:
     whole = chain.invoke(QUESTION)
     assert whole.content == ANSWER and whole.response_metadata["finish_reason"] == "stop"
     pieces = list(chain.stream(QUESTION))
@@ -61,7 +65,9 @@ def test_langchain_gets_text_and_usage_whole_and_streamed(chain: ChatOpenAI) -> 
     assert whole.usage_metadata["input_token_details"]["cache_read"] == 0
 
 
-def test_langchain_binds_tools_and_goes_on_with_their_results(chain: ChatOpenAI) -> None:
+def test_langchain_binds_tools_and_goes_on_with_their_results(
+    chain: langchain_openai.ChatOpenAI,
+) -> None:
     bound = chain.bind_tools([Weather], tool_choice="any")
     asked = bound.invoke(QUESTION)
     [call] = asked.tool_calls
@@ -70,20 +76,20 @@ def test_langchain_binds_tools_and_goes_on_with_their_results(chain: ChatOpenAI)
     for piece in bound.stream(QUESTION):
         total = piece if total is None else total + piece
     assert [one["args"] for one in total.tool_calls] == [call["args"]]
-    assert isinstance(asked, AIMessage)
-    result = ToolMessage("dry", tool_call_id=call["id"])
-    turns = [HumanMessage(QUESTION), asked, result]
+    assert isinstance(asked, messages.AIMessage)
+    result = messages.ToolMessage("dry", tool_call_id=call["id"])
+    turns = [messages.HumanMessage(QUESTION), asked, result]
     assert chain.bind_tools([Weather]).invoke(turns).content == ANSWER
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_fills_a_class(chain: ChatOpenAI, method: Any) -> None:
+def test_langchain_fills_a_class(chain: langchain_openai.ChatOpenAI, method: Any) -> None:
     filled = chain.with_structured_output(Weather, method=method).invoke(QUESTION)
     assert isinstance(filled, Weather)
 
 
-def test_langchain_is_told_in_a_sentence_what_is_wrong(chain: ChatOpenAI) -> None:
-    with pytest.raises(BadRequestError, match="less than or equal to 2"):
+def test_langchain_is_told_in_a_sentence_what_is_wrong(chain: langchain_openai.ChatOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="less than or equal to 2"):
         chain.invoke(QUESTION, temperature=7)
 
 

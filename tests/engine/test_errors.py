@@ -24,11 +24,13 @@ from diptych.engine.quantization import Fp8Format
 from diptych.engine.spec import ExpertsSpec, RopeSpec, fingerprint, read_spec
 from diptych.engine.tensors import dequantize
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from tests.support import checkpoints, quantized
+from tests.support.lazy import LazyModule
 
 from .rig import MAX_LEN, engine
+
+finegrained_fp8 = LazyModule("transformers.integrations.finegrained_fp8")
 
 
 @pytest.fixture
@@ -330,7 +332,9 @@ def test_block_scales_give_what_transformers_makes_of_them() -> None:
     weight = torch.randn(192, 128).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 2)
     ours = dequantize("w", weight, scales, Fp8Format((64, 64)))
-    assert torch.equal(ours, Fp8Dequantize(None)._dequantize_one(weight, scales, torch.float32))
+    assert torch.equal(
+        ours, finegrained_fp8.Fp8Dequantize(None)._dequantize_one(weight, scales, torch.float32)
+    )
 
 
 # ---- memory --------------------------------------------------------------------------------------

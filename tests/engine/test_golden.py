@@ -11,12 +11,14 @@ import torch
 from diptych.engine.spec import read_spec
 from diptych.protos.frames import Sampling, Token
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints, quantized
 from tests.support.checkpoints import VOCAB
+from tests.support.lazy import LazyModule
 
 from .rig import alone, drain, engine, finish, prompt, request
+
+transformers = LazyModule("transformers")
 
 CLOSE = 1e-4
 SEED = 2  # its prompts are far from where two experts score alike: there any last bit decides
@@ -26,7 +28,7 @@ WHOLE = Sampling(40, logprobs=VOCAB)  # every id's logprob: the logits up to a c
 @torch.inference_mode()
 def reference(folder: Path, ids: list[int]) -> torch.Tensor:
     """[len(ids), vocab] logprobs of `transformers` over the whole answer in one forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
 
 

@@ -19,16 +19,10 @@ from diptych.engine.sequence import Sequence
 from diptych.protos.frames import Grammar, Sampling, ScoredToken, Token
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+
+from tests.support.lazy import LazyModule
+
+transformers = LazyModule("transformers")
 
 LOGITS = torch.tensor([0.5, -1.0, 2.0, 0.0, 1.5, -30.0])
 CHI_5 = 20.5  #: chi-square, 5 degrees of freedom, p = 0.001
@@ -172,22 +166,26 @@ def reference(logits: torch.Tensor, seq: Sequence) -> int:
     ids, answer = torch.tensor([seq.token_ids]), seq.token_ids[seq.prompt_tokens :]
     scores = logits.double()[None]
     if s.repetition_penalty != 1:
-        scores = RepetitionPenaltyLogitsProcessor(s.repetition_penalty)(ids, scores)
+        scores = transformers.RepetitionPenaltyLogitsProcessor(s.repetition_penalty)(ids, scores)
     for index, times in Counter(answer).items():
         scores[0, index] -= s.presence_penalty + s.frequency_penalty * times
-    chain = LogitsProcessorList()
+    chain = transformers.LogitsProcessorList()
     if s.logit_bias:
-        chain.append(SequenceBiasLogitsProcessor({(i,): float(b) for i, b in s.logit_bias}))
-    chain.append(MinNewTokensLengthLogitsProcessor(prompt, s.min_tokens, list(s.stop_ids)))
+        chain.append(
+            transformers.SequenceBiasLogitsProcessor({(i,): float(b) for i, b in s.logit_bias})
+        )
+    chain.append(
+        transformers.MinNewTokensLengthLogitsProcessor(prompt, s.min_tokens, list(s.stop_ids))
+    )
     if s.temperature == 0:
         return int(chain(ids, scores).argmax())
-    chain.append(TemperatureLogitsWarper(s.temperature))
+    chain.append(transformers.TemperatureLogitsWarper(s.temperature))
     if s.min_p:
-        chain.append(MinPLogitsWarper(s.min_p))
+        chain.append(transformers.MinPLogitsWarper(s.min_p))
     if s.top_k:
-        chain.append(TopKLogitsWarper(s.top_k))
+        chain.append(transformers.TopKLogitsWarper(s.top_k))
     if s.top_p < 1:
-        chain.append(TopPLogitsWarper(s.top_p))
+        chain.append(transformers.TopPLogitsWarper(s.top_p))
     noise = gumbel_noise(s.seed, len(seq.token_ids), len(logits), slice(None))
     return int((chain(ids, scores)[0] + torch.from_numpy(noise)).argmax())
 

@@ -14,11 +14,13 @@ from diptych.engine.engine import Engine
 from diptych.engine.sequence import SequenceOutput
 from diptych.protos.frames import Grammar, Sampling, Token
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from tests.support import checkpoints
+from tests.support.lazy import LazyModule
 
 from .rig import MIX, alone, copy_blocks, drain, engine, finish, prompt, request
+
+transformers = LazyModule("transformers")
 
 SCHEMA = {"type": "array", "items": {"enum": ["red", "green", 17, None]}, "minItems": 30}
 GRAMMAR = Grammar("json_schema", json.dumps(SCHEMA))
@@ -123,7 +125,7 @@ def asked(owner: Engine, ids: list[int], n: int = 2, most: int = 3) -> list[Toke
 def test_prompt_logprobs_are_those_of_transformers(model: Path) -> None:
     ids = prompt(333)
     with torch.inference_mode():
-        network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         expected = torch.log_softmax(network(torch.tensor([ids])).logits[0], -1)
     tokens = asked(engine(model, "float32", max_step_tokens=128), ids)
     assert [token.id for token in tokens] == ids[1:]

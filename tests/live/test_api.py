@@ -8,10 +8,8 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import grpc
 import httpx
-import openai
 import pytest
 import yaml
 from diptych.engine.demo import CHECKPOINT
@@ -20,8 +18,12 @@ from diptych.protos import inference_pb2_grpc as rpc
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.support.lazy import LazyModule
 from tests.support.live import Live, eventually, running
 from tests.support.malformed import ASK, CITY, TOOLS, VALID, mutant
+
+anthropic = LazyModule("anthropic")
+openai = LazyModule("openai")
 
 pytestmark = pytest.mark.cluster
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import grpc
 import httpx
-import openai
 import psutil
 import pytest
 import yaml
@@ -23,7 +22,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from tests.support.lazy import LazyModule
 from tests.support.live import Live, eventually
+
+openai = LazyModule("openai")
 
 pytestmark = pytest.mark.cluster
 

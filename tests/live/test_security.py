@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import httpx
-import openai
 import pytest
 import yaml
 from diptych.cluster.gateway.edge.keys import add_key, read_keys, revoke_key
@@ -24,7 +23,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.certificate import certify
+from tests.support.lazy import LazyModule
 from tests.support.live import Live, eventually, running
+
+openai = LazyModule("openai")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -33,12 +33,12 @@ test-daily: install build/litellm build/quick-clients
 	@$(PYTEST) -m "daily and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
 
 # Clients for tests/cluster/test_sdks.py and test_clients.py, which skip without them. litellm wants an older openai than
-# ours; the others lack a few packages only.
+# ours; the others lack a few packages only. Installed with uv, or with pip where uv does not get through (install.sh).
 build/litellm: tests/support/litellm.txt
 build/quick-clients: tests/support/quick_clients.txt
 build/litellm build/quick-clients: | install
 	@rm -rf $@
-	-$(BIN)/python -m pip --disable-pip-version-check -q install --no-deps --target $@ -r $<
+	-tests/support/install_clients.sh $(BIN) $@ $<
 	@[ ! -d $@ ] || touch $@
 
 test-long: install

@@ -38,9 +38,9 @@ def gateway(folder: Path) -> Iterator[StandIn]:
     [
         ("openai_sdk", 15),
         ("anthropic_sdk", 12),
-        ("llm_client", 7),
-        ("instructor_client", 4),
-        ("langchain_client", 11),
+        pytest.param("llm_client", 7, marks=pytest.mark.slow),
+        pytest.param("instructor_client", 4, marks=pytest.mark.slow),
+        pytest.param("langchain_client", 11, marks=pytest.mark.slow),
     ],
 )
 def test_all_features_of_a_client_pass(

@@ -386,7 +386,10 @@ def truncate(file: Path) -> None:
         opened_file.truncate(file.stat().st_size // 3)
 
 
-@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink])
+@pytest.mark.parametrize(
+    "damage",
+    [flip, *(pytest.param(damage, marks=pytest.mark.slow) for damage in (truncate, Path.unlink))],
+)
 async def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
     folder: Path, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:

@@ -118,7 +118,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize(
+    "kind", [*BROKEN[:2], *(pytest.param(kind, marks=pytest.mark.slow) for kind in BROKEN[2:])]
+)
 def test_a_broken_engine_fails(kind: type[Engine], folder: Path) -> None:
     failures = []
     for check in EVERY_CHECK:

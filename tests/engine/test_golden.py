@@ -45,7 +45,10 @@ def check(folder: Path, ids: list[int], tokens: list[Token]) -> None:
     assert float((ours - rows).abs().max()) <= CLOSE
 
 
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 333])
+@pytest.mark.parametrize(
+    "length",
+    [1, 65, 333, *(pytest.param(length, marks=pytest.mark.slow) for length in (63, 64))],
+)
 def test_prompt_and_answer_match_transformers(model: Path, length: int) -> None:
     owner, ids = engine(model, "float32", max_step_tokens=128), prompt(length, SEED)
     check(model, ids, alone(owner, ids, WHOLE))
@@ -92,7 +95,27 @@ CHANGES: dict[str, tuple[str, dict]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+#: One of each kind; the others are slow together.
+QUICK_CHANGES = {
+    "linear-rope",
+    "llama3-rope-of-qwen",
+    "yarn-of-qwen",
+    "tied",
+    "biases-of-qwen3",
+    "one-kv-head",
+    "window-of-mixtral",
+    "weights-as-they-are",
+    "every-other-layer",
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(change, marks=() if change in QUICK_CHANGES else pytest.mark.slow)
+        for change in CHANGES
+    ],
+)
 def test_variants_match_transformers(tmp_path: Path, change: str) -> None:
     architecture, values = CHANGES[change]
     folder = checkpoints.make(tmp_path / "m", architecture, **values)

@@ -169,7 +169,9 @@ def test_ranks_on_gpus_need_a_gpu_each(checkpoint, monkeypatch: pytest.MonkeyPat
         Engine(config)
 
 
-@pytest.mark.parametrize("way", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "way", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_the_end_of_a_rank_ends_the_replica(checkpoint, way: signal.Signals) -> None:
     with on(2, checkpoint("llama"), "bfloat16") as pair:
         answers(pair, Sampling(3))

@@ -145,7 +145,10 @@ async def _tidy(fleet: Fleet, victim: f.WorkerCard, fault: str, draw: random.Ran
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.long)])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    ["kill", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("freeze", "hand over"))],
+)
 def test_streams_go_on_bit_by_bit_when_their_worker_does_not(
     bench: Bench, fault: str, rounds: int
 ) -> None:

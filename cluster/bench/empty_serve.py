@@ -24,7 +24,9 @@ class Nothing:
 
 
 def main() -> None:
-    """Runs until a signal ends it."""
+    """Runs until SIGINT or SIGTERM ends it."""
+    # Not blocked, as processes that are started here would have them blocked too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="dip", dir="/tmp") as folder:
         start_ray(Path(folder), "token", max(os.cpu_count() or 1, 2), with_fork_server=True)
         import ray  # here, as it reads the token's variable, which `start_ray` has set
@@ -37,12 +39,13 @@ def main() -> None:
                 deploy = serve.deployment(ray_actor_options={"num_cpus": 0})
                 serve.run(deploy(Nothing).bind(), name=f"nothing-{number}", route_prefix=None)
             print("ready: measure it, then end it with ^C", flush=True)
-            signal.sigwait({signal.SIGINT, signal.SIGTERM})
+            signal.pause()
+        except KeyboardInterrupt:
+            print("stopping")
         finally:
             serve.shutdown()
             ray.shutdown()
 
 
 if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     main()

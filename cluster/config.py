@@ -418,6 +418,9 @@ class GatewaySettings(ConfigSection):
     #: True: a field that the gateway has nothing to set by is refused, not ignored
     #: (docs/http.md).
     strict: bool = False
+    #: Whether each gateway asks every model a few questions of its own before it says that it is
+    #: ready, so that the first client waits no longer than later ones.
+    rehearsal: bool = True
     #: Origins of web pages that may ask, and read answers (CORS); `*`: all, where keys are needed.
     #: Cookies never count. None: all where keys are needed; else this machine's own pages, which
     #: may always (docs/http.md).

@@ -78,17 +78,20 @@ class ModelDirectory:
         model = ServedModel(
             config, files, checkpoint.name, plane, facilities=self._service.facilities
         )
-        model.is_rehearsed = False
         self._service.add(model)
-        rehearsal = asyncio.get_running_loop().create_task(rehearse(self._service, model))
-        self._rehearsals[model.name] = rehearsal
+        if self._config.gateway.rehearsal:
+            model.is_rehearsed = False
+            rehearsal = asyncio.get_running_loop().create_task(rehearse(self._service, model))
+            self._rehearsals[model.name] = rehearsal
         gc.freeze()  # else each full collection walks the tokenizer: 100 ms between two tokens
         return model
 
     def _take_away(self, model: ServedModel) -> None:
         """Refuses new requests for a model now, and ends it when those that run have ended."""
         self._service.remove(model)
-        self._rehearsals.pop(model.name).cancel()
+        rehearsal = self._rehearsals.pop(model.name, None)
+        if rehearsal:
+            rehearsal.cancel()
         leaving = asyncio.get_running_loop().create_task(self._end(model))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)

@@ -74,6 +74,12 @@ def test_a_gateway_asks_its_model_before_it_is_ready_and_counts_nothing_of_it(
         assert len(placed) == 5
 
 
+def test_a_gateway_that_is_told_not_to_asks_nothing(folder: Path, placed: list[str]) -> None:
+    with standing_in(folder, questions=4, gateway={"rehearsal": False}) as gateway:
+        assert ready(gateway)["status"] == "ready"
+        assert not placed
+
+
 def test_a_model_without_a_chat_template_is_asked_too(folder: Path, placed: list[str]) -> None:
     bare = folder.parent / "bare"
     standin.checkpoint(bare)

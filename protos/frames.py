@@ -323,7 +323,8 @@ class PlaceAttempt(msgspec.Struct, tag="place", frozen=True):
     #: TTFT target as in `max(1s, 3x)` (`protos/targets.py`); "": the configured one. With `ttft_s`
     #: it only says where that number comes from.
     ttft: str = ""
-    #: nobody's request, but a gateway's own before its first client's: no demand of the model
+    #: nobody's request, but a gateway's own before its first client's: it is placed, and neither
+    #: counted nor recorded
     is_rehearsal: bool = msgspec.field(default=False, name="rehearsal")
 
 

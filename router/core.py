@@ -211,12 +211,12 @@ class Router:
         placement = untidied.placement
         request = placement.request
         placed_at = untidied.placed_at
-        self.counts.count_placement(
-            disaggregated=placement.prefill_worker is not None,
-            kind=placement.kind,
-            waited_s=placed_at - request.heard_at,
-        )
         if not request.place.is_rehearsal:
+            self.counts.count_placement(
+                disaggregated=placement.prefill_worker is not None,
+                kind=placement.kind,
+                waited_s=placed_at - request.heard_at,
+            )
             self._demand.record_placement(request.prompt_tokens, placement.cached_tokens, placed_at)
             self.hit_tokens += placement.cached_tokens
             self.prompt_tokens += request.prompt_tokens
@@ -500,7 +500,9 @@ class Router:
         request = placement.request
         ready_s = placement.wait_s + placement.prefill_s
         ttft_s = now - request.arrived_at + ready_s
-        decision_id = self._recorder.decisions.next_number() if self.config.decisions else 0
+        decision_id = 0
+        if self.config.decisions and not request.place.is_rehearsal:
+            decision_id = self._recorder.decisions.next_number()
         self._untidied_placements.append(
             UntidiedPlacement(
                 placement=placement,
@@ -548,7 +550,7 @@ class Router:
         return DeliverFrame(gateway, AttemptRefused(key, reason, message, retry_after_s))
 
     def _record_refusal(self, request: QueuedRequest, message: str, now: float) -> None:
-        if self.config.decisions:
+        if self.config.decisions and not request.place.is_rehearsal:
             self._recorder.record_refusal(request, message, len(self.queue), now)
 
     def _refuse_expired_requests(self, now: float) -> list[RouterAction]:
@@ -601,7 +603,8 @@ class Router:
             return []
         attempt.first_token_sent = True
         ttft_s = now - attempt.request.arrived_at
-        self.counts.count_first_token(attempt.placed.predicted_ttft_ms / 1e3, ttft_s)
+        if not attempt.request.place.is_rehearsal:
+            self.counts.count_first_token(attempt.placed.predicted_ttft_ms / 1e3, ttft_s)
         finished = self.fleet.finish_prompt(attempt.computing_worker, key, now)
         # A worker that is held to be slow gets no prompts, so none would show that it is not. So at
         # each first token the next worker in turn, if it is idle, comes a part of the way back to

@@ -89,6 +89,8 @@ class RouterLog:
                 self.living.pop(worker, None)
             case WorkerReported(worker, report):
                 self.reports.setdefault(worker, []).append(report)
+            case PlacementRequested(_, place) if place.is_rehearsal:
+                pass  # nobody's request
             case PlacementRequested(_, place):
                 request_id, _ = place.attempt_key
                 # A request that is known already is attempted again, or asked for again.

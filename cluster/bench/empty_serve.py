@@ -27,7 +27,9 @@ def main() -> None:
     """Runs until SIGINT or SIGTERM ends it."""
     # Not blocked, as processes that are started here would have them blocked too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="dip", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="dip", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
         start_ray(Path(folder), "token", max(os.cpu_count() or 1, 2), with_fork_server=True)
         import ray  # here, as it reads the token's variable, which `start_ray` has set
         from ray import serve

@@ -3,9 +3,9 @@
 The first requests through a new process are slow: code runs for the first time, workers compute
 their first steps, and nobody knows yet how soon a second token follows the first one. So each model
 is asked `QUESTIONS` questions, one after the other, before `/ready` says that it is served.
-They take the road of every streamed answer, but for its socket. No metric of the gateway counts
-them, nor does goodput. To the router and the workers they are ordinary requests, whose ids begin
-with `rehearsal-`.
+They take the road of every streamed answer, but for its socket. Neither the gateway nor the router
+counts or records them. To the workers they are ordinary requests, whose ids begin with
+`rehearsal-`.
 """
 
 from __future__ import annotations
@@ -116,5 +116,8 @@ def _post(path: str, body: dict[str, Any], request_id: str, terms: Terms) -> Htt
     return HttpRequest(scope, receive)
 
 
-async def _take(_: Message) -> None:
-    """Takes what a client would get."""
+async def _take(message: Message) -> None:
+    """Takes what a client would get. Raises RuntimeError if the stream breaks off."""
+    body: bytes = message.get("body", b"")
+    if body.startswith(b"event: error"):
+        raise RuntimeError(body.decode())

@@ -440,7 +440,7 @@ class ServedModel:
         return self._limits
 
     def missing(self) -> list[str]:
-        """Returns what a request would lack; empty: it can be served, and as fast as any later one.
+        """Returns what a request would lack; empty: a client may come.
 
         That is `gateway`, `router` or `connections`, the roles that no worker has, or `rehearsal`
         until the gateway's own first chats have ended.

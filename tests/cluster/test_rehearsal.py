@@ -96,7 +96,7 @@ def test_workers_that_do_not_answer_delay_a_gateway_for_a_while_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch, placed: list[str]
 ) -> None:
     monkeypatch.setattr(Workers, "submit", lambda *given, **more: None)
-    monkeypatch.setattr(rehearsal, "LIMIT_S", 0.5)
+    monkeypatch.setattr(rehearsal, "LIMIT_S", 3.0)
     with standing_in(folder, questions=1) as gateway:
         assert ready(gateway)["missing"] == ["rehearsal"]
         wait_until_ready(gateway)
@@ -117,8 +117,11 @@ def test_a_model_may_be_taken_away_while_it_is_asked(
 ) -> None:
     monkeypatch.setattr(Workers, "submit", lambda *given, **more: None)
     with standing_in(folder, questions=1) as gateway:
+        assert ready(gateway)["missing"] == ["rehearsal"]
+        (task,) = gateway.deployment._directory._rehearsals.values()
         gateway.models.clear()
         deadline = time.monotonic() + 20
         while gateway.gateway.models or gateway.gateway._leaving:
             assert time.monotonic() < deadline
             time.sleep(0.02)
+        assert task.cancelled()

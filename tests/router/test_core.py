@@ -706,7 +706,9 @@ def test_who_waited_in_vain_and_who_was_not_let_in_have_a_record_each() -> None:
 
 
 @pytest.mark.parametrize("is_rehearsal", [False, True])
-def test_a_rehearsal_is_placed_and_is_no_demand(rig: Rig, is_rehearsal: bool) -> None:
+def test_a_rehearsal_is_placed_and_neither_counted_nor_recorded(
+    rig: Rig, is_rehearsal: bool
+) -> None:
     expected_before = rig.router.lengths.expect("", "interactive", 1000)
     assert isinstance(rig.ask("r", is_rehearsal=is_rehearsal), AttemptPlaced)
     outcome = AttemptOutcome(("r", 0), tokens=4, reason="length")
@@ -714,5 +716,6 @@ def test_a_rehearsal_is_placed_and_is_no_demand(rig: Rig, is_rehearsal: bool) ->
     load = rig.router.demand.offered_load(rig.now)
     expected = rig.router.lengths.expect("", "interactive", 1000)
     assert (load.rate == 0) is is_rehearsal
+    assert (not rig.router.decisions.find("r")) is is_rehearsal
     assert (rig.router.prompt_tokens == 0) is is_rehearsal
     assert (expected == expected_before) is is_rehearsal

@@ -7,5 +7,9 @@ cd "$(dirname "$0")/../.."
 while IFS= read -r setting; do
     export "${setting?}"
 done < <("$1/python" deploy/pip_settings.py)
-[ -x "$1/uv" ] && "$1/uv" pip install -q --index-strategy unsafe-best-match --no-deps --target "$2" -r "$3" ||
-    "$1/python" -m pip --disable-pip-version-check -q install --no-deps --target "$2" -r "$3"
+if [ -x "$1/uv" ] &&
+    "$1/uv" pip install -q --python "$1/python" --index-strategy unsafe-best-match --no-deps --target "$2" -r "$3"; then
+    exit
+fi
+rm -rf "$2"
+"$1/python" -m pip --disable-pip-version-check -q install --no-deps --target "$2" -r "$3"

@@ -432,10 +432,9 @@ class Generator:
     ) -> None:
         """Counts and logs a failed attempt. Raises ApiError when there is none after it."""
         handed_over = end_reason_of(failure) == EndReason.HANDED_OVER
-        if handed_over:
-            self.handovers += 1
-        else:
-            self.retries += 1
+        if not request.terms.is_rehearsal:
+            self.handovers += handed_over
+            self.retries += not handed_over
         log.log(
             logging.INFO if handed_over else logging.WARNING,
             "%s: attempt %d ended after %d tokens: %s",

@@ -52,7 +52,7 @@ class Terms:
     api_key: ApiKey | None = field(default=None, compare=False)  #: None: no key is needed.
     #: The answers to all prompts of the call; 0: the request is the call's only one.
     call_answers: int = field(default=0, compare=False)
-    is_rehearsal: bool = False  #: Nobody's request, which no metric counts (`rehearsal.py`).
+    is_rehearsal: bool = False  #: Nobody's request, which is not counted (`rehearsal.py`).
 
 
 def read_terms(

@@ -123,7 +123,7 @@ def _open_to_pages(app: ASGIApp, browser_policy: BrowserPolicy) -> ASGIApp:
 class _StatusRoutes:
     """Handlers of the routes that only show what the gateway knows.
 
-    `health` says that the process lives, `ready` that a request would be served.
+    `health` says that the process lives, `ready` that a client may come.
     """
 
     def __init__(self, gateway: GatewayService) -> None:

@@ -18,6 +18,7 @@ import time
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 from starlette.types import Message
 
 from .apis.api import Api
@@ -70,7 +71,7 @@ async def _ask(service: GatewayService, model: ServedModel, number: int) -> None
         else:
             http = _post("/v1/completions", _completion_body(model.name, number), request_id, terms)
             response = await api.completions(http)
-        await response(http.scope, http.receive, _take)
+        await _read_stream(response, http)
     finally:
         model.shelf.discard(terms.tenant, request_id)
 
@@ -116,8 +117,15 @@ def _post(path: str, body: dict[str, Any], request_id: str, terms: Terms) -> Htt
     return HttpRequest(scope, receive)
 
 
-async def _take(message: Message) -> None:
-    """Takes what a client would get. Raises RuntimeError if the stream breaks off."""
-    body: bytes = message.get("body", b"")
-    if body.startswith(b"event: error"):
-        raise RuntimeError(body.decode())
+async def _read_stream(response: Response, http: HttpRequest) -> None:
+    """Reads an answer to its end. Raises RuntimeError, with the error's event, if it breaks off."""
+    errors: list[str] = []
+
+    async def take(message: Message) -> None:
+        body: bytes = message.get("body", b"")
+        if body.startswith(b"event: error"):
+            errors.append(body.decode())
+
+    await response(http.scope, http.receive, take)
+    if errors:  # what `take` raised would only be logged by the response
+        raise RuntimeError(errors[0])

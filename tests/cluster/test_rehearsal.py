@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from pathlib import Path
@@ -47,6 +48,12 @@ def wait_until_ready(gateway: StandIn) -> None:
         time.sleep(0.02)
 
 
+def counted_requests(gateway: StandIn) -> float:
+    page = httpx.get(f"{gateway.url}/metrics", trust_env=False).text
+    rows = [line for line in page.splitlines() if line.startswith("diptych_requests_total{")]
+    return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+
+
 def test_a_gateway_asks_its_model_before_it_is_ready_and_counts_nothing_of_it(
     folder: Path, placed: list[str]
 ) -> None:
@@ -63,14 +70,13 @@ def test_a_gateway_asks_its_model_before_it_is_ready_and_counts_nothing_of_it(
             "cancelled": 0,
             "retries": 0,
         }
-        page = httpx.get(f"{gateway.url}/metrics", trust_env=False).text
-        counted = [line for line in page.splitlines() if line.startswith("diptych_requests_total{")]
-        assert not any(float(line.rsplit(" ", 1)[1]) for line in counted)
+        assert counted_requests(gateway) == 0
 
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
         url = f"{gateway.url}/v1/chat/completions"
         assert httpx.post(url, json=body, trust_env=False).status_code == 200
         assert gateway.model.statistics("")["requests"]["finished"] == 1
+        assert counted_requests(gateway) == 1
         assert len(placed) == 5
 
 
@@ -110,6 +116,22 @@ def test_a_refused_question_does_not_keep_a_gateway_from_being_ready(
     with standing_in(folder, questions=2, model={"max_model_len": 8}) as gateway:
         wait_until_ready(gateway)
         assert not placed
+
+
+def test_a_stream_that_breaks_off_is_the_last_question(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, placed: list[str]
+) -> None:
+    async def break_off(workers: Workers, asked: f.StartDecode) -> None:
+        inbox = workers._inboxes[asked.attempt_key]
+        inbox.put_nowait(f.AnswerTokens(asked.attempt_key, 0, [f.Token(5)]))
+        await asyncio.sleep(0.1)
+        inbox.put_nowait(f.AttemptFailed(asked.attempt_key, "decode/1", "broken", final=True))
+
+    monkeypatch.setattr(Workers, "_answer", break_off)
+    with standing_in(folder, questions=3, slo={"pace_first_token": False}) as gateway:
+        wait_until_ready(gateway)
+        assert len(placed) == 1
+        assert gateway.model.statistics("")["requests"]["retries"] == 0
 
 
 def test_a_model_may_be_taken_away_while_it_is_asked(

@@ -69,37 +69,48 @@ def all_pages() -> list[Path]:
 
 
 @cache
+def text_of(path: str) -> str:
+    """Return a tracked file as its text."""
+    return (ROOT / path).read_text()
+
+
+@cache
+def syntax_tree(path: str) -> ast.Module:
+    """Return a Python file as its statements."""
+    return ast.parse(text_of(path))
+
+
+@cache
 def words_of_sources() -> frozenset[str]:
     """Return every word of every source file."""
     paths = [
         path for path in tracked_files() if path.endswith(SOURCES) and path != "tests/test_docs.py"
     ]
-    return frozenset(
-        word for path in paths for word in re.findall(r"\w+", (ROOT / path).read_text())
-    )
+    return frozenset(word for path in paths for word in re.findall(r"\w+", text_of(path)))
 
 
 @cache
-def words_of_classes() -> dict[str, frozenset[str]]:
-    """Return the words in the source of each Python class; those of equal names are joined."""
-    words: dict[str, frozenset[str]] = {}
+def words_of_class(name: str) -> frozenset[str]:
+    """Return the words in the Python classes of that name; of all sources, where there is none."""
+    sources = []
     for path in tracked_files():
-        if not path.endswith(".py"):
+        # Most files have no such class: to parse them all takes ten seconds.
+        if not path.endswith(".py") or f"class {name}" not in text_of(path):
             continue
-        source = (ROOT / path).read_text()
-        lines = source.splitlines()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ClassDef):
-                text = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-                words[node.name] = words.get(node.name, frozenset()) | set(re.findall(r"\w+", text))
-    return words
+        lines = text_of(path).splitlines()
+        for node in ast.walk(syntax_tree(path)):
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                sources.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    if not sources:
+        return words_of_sources()
+    return frozenset(re.findall(r"\w+", "\n".join(sources)))
 
 
 @cache
 def functions_of(path: str) -> frozenset[str]:
     """Return the functions, classes and values of a file; a method as `Class.method`."""
     names = set()
-    for node in ast.parse((ROOT / path).read_text()).body:
+    for node in syntax_tree(path).body:
         if isinstance(node, Function | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.Assign):
@@ -154,7 +165,7 @@ def folder_is_there(path: str, page: Path) -> bool:
 def test_every_class_that_a_page_names_is_there(page: Path) -> None:
     for name, attributes in CLASS_IN_QUOTES.findall(page.read_text()):
         if attributes:
-            words = words_of_classes().get(name, words_of_sources())
+            words = words_of_class(name)
             assert [part for part in attributes[1:].split(".") if part not in words] == [], name
         elif re.search("[a-z].*[A-Z]", name):
             assert name in words_of_sources()
@@ -256,6 +267,7 @@ def test_no_generator_only_forwards() -> None:
         f"{path}: {node.name}"
         for folder in (*PRODUCT, *ROLES)
         for path in product_files(folder)
+        if "yield" in path.read_text()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, Function) and only_forwards(node)
     ]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -55,22 +56,79 @@ def answers(engine: Engine, sampling: Sampling, texts: list[list[int]] = TEXTS) 
     return rig.finish(engine, requests)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "qwen3_moe", *(pytest.param(n, marks=SLOW) for n in ("qwen2", "qwen3", "mixtral"))],
-)
-def test_two_ranks_answer_as_one(checkpoint, name: str) -> None:
-    folder, sampling = checkpoint(name), Sampling(20, logprobs=4)
-    with on(1, folder, "float32") as alone:
-        expected = answers(alone, sampling)
-    with on(2, folder, "float32") as pair:
-        assert pair.kv_pool.layout.heads * 2 == alone.kv_pool.layout.heads
-        assert pair.compatibility == alone.compatibility, "KV may travel between the two"
-        found = answers(pair, sampling)
+@dataclass(frozen=True)
+class Pair:
+    """Two ranks of `llama` in float32 that tests share, and where this process listened before they began."""
+
+    engine: Engine
+    listening_before: set[tuple[str, int]]
+
+
+def assert_equal_answers(one: Engine, two: Engine) -> None:
+    assert two.kv_pool.layout.heads * 2 == one.kv_pool.layout.heads
+    assert two.compatibility == one.compatibility, "KV may travel between the two"
+    sampling = Sampling(20, logprobs=4)
+    expected, found = answers(one, sampling), answers(two, sampling)
     for key, tokens in expected.items():
         assert [t.id for t in found[key]] == [t.id for t in tokens]
         for ours, theirs in zip(found[key], tokens, strict=True):
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+class TestOnePair:
+    """What one pair of ranks shows to several tests, as it takes four seconds to start."""
+
+    @pytest.fixture(scope="class")
+    def pair(self, checkpoint) -> Iterator[Pair]:
+        listening_before = set(_listening(psutil.Process()))
+        with on(2, checkpoint("llama"), "float32") as engine:
+            yield Pair(engine, listening_before)
+
+    @pytest.fixture(scope="class")
+    def alone(self, checkpoint) -> Iterator[Engine]:
+        """One rank of the same."""
+        with on(1, checkpoint("llama"), "float32") as engine:
+            yield engine
+
+    def test_two_ranks_answer_as_one(self, alone: Engine, pair: Pair) -> None:
+        assert_equal_answers(alone, pair.engine)
+
+    def test_ranks_meet_on_loopback(self, pair: Pair) -> None:
+        """Neither the store nor gloo asks for a secret."""
+        this_process = psutil.Process()
+        processes = [this_process, *this_process.children()]
+        found = {address for process in processes for address in _listening(process)}
+        assert len(found - pair.listening_before) >= 3, "the store, and gloo in both ranks"
+        assert {host for host, _ in found - pair.listening_before} == {"127.0.0.1"}
+
+    def test_prompt_logprobs_are_joined_from_all_ranks(self, alone: Engine, pair: Pair) -> None:
+        sampling = Sampling(1, prompt_logprobs=2)
+        results = []
+        for engine in (alone, pair.engine):
+            engine.add(rig.request(engine, "logprobs", TEXTS[0], sampling))
+            _, seen = rig.drain(engine)
+            results.append([token for output in seen for token in output.prompt_logprobs])
+        assert [t.id for t in results[0]] == [t.id for t in results[1]] == TEXTS[0][1:]
+        for one, two in zip(*results, strict=True):
+            assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
+
+    def test_several_answers_begin_on_every_rank(self, pair: Pair) -> None:
+        engine = pair.engine
+        engine.add(rig.request(engine, "several", TEXTS[0][:100], Sampling(20, n=3)))
+        answers: dict[int, list[int]] = {}
+        while engine.scheduler.live:
+            for output in engine.step():
+                assert output.token is not None
+                answers.setdefault(output.answer_index, []).append(output.token.id)
+        assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", *(pytest.param(n, marks=SLOW) for n in ("qwen2", "qwen3", "mixtral"))]
+)
+def test_two_ranks_of_other_architectures_answer_as_one(checkpoint, name: str) -> None:
+    with on(1, checkpoint(name), "float32") as one, on(2, checkpoint(name), "float32") as two:
+        assert_equal_answers(one, two)
 
 
 @SLOW
@@ -88,17 +146,6 @@ def test_two_ranks_are_exact_in_bf16(checkpoint) -> None:
         assert answers(pair, sampling) == together
 
 
-def test_ranks_meet_on_loopback(checkpoint) -> None:
-    """Neither the store nor gloo asks for a secret."""
-    this_process = psutil.Process()
-    listening_before = set(_listening(this_process))
-    with on(2, checkpoint("llama"), "float32") as _:
-        processes = [this_process, *this_process.children()]
-        found = {address for process in processes for address in _listening(process)}
-        assert len(found - listening_before) >= 3, "the store, and gloo in both ranks"
-        assert {host for host, _ in found - listening_before} == {"127.0.0.1"}
-
-
 def test_ranks_meet_on_loopback_whatever_the_environment_names(
     checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,30 +161,6 @@ def _listening(process: psutil.Process) -> list[tuple[str, int]]:
         for connection in connections
         if connection.status == psutil.CONN_LISTEN
     ]
-
-
-def test_prompt_logprobs_are_joined_from_all_ranks(checkpoint) -> None:
-    folder, sampling = checkpoint("llama"), Sampling(1, prompt_logprobs=2)
-    results = []
-    for ranks in (1, 2):
-        with on(ranks, folder, "float32") as engine:
-            engine.add(rig.request(engine, "r", TEXTS[0], sampling))
-            _, seen = rig.drain(engine)
-            results.append([token for output in seen for token in output.prompt_logprobs])
-    assert [t.id for t in results[0]] == [t.id for t in results[1]] == TEXTS[0][1:]
-    for one, two in zip(*results, strict=True):
-        assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
-
-
-def test_several_answers_begin_on_every_rank(checkpoint) -> None:
-    with on(2, checkpoint("llama"), "float32") as pair:
-        pair.add(rig.request(pair, "r", TEXTS[0][:100], Sampling(20, n=3)))
-        answers: dict[int, list[int]] = {}
-        while pair.scheduler.live:
-            for output in pair.step():
-                assert output.token is not None
-                answers.setdefault(output.answer_index, []).append(output.token.id)
-    assert answers[0] == answers[1] == answers[2]
 
 
 def test_a_rank_that_cannot_start_is_named_at_once(checkpoint) -> None:

@@ -12,9 +12,7 @@ import grpc
 import httpx
 import psutil
 import pytest
-import yaml
 from diptych.cluster.launch.processes import has_ended
-from diptych.engine.demo import CHECKPOINT
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,15 +21,15 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from tests.support.lazy import LazyModule
+from tests.support.learned import ANSWERS
 from tests.support.live import Live, eventually
 
 openai = LazyModule("openai")
 
 pytestmark = pytest.mark.cluster
 
-PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
 QUESTION = "What is prefill?"
-ANSWER = PAIRS[QUESTION]
+ANSWER = ANSWERS[QUESTION]
 
 
 @pytest.fixture
@@ -77,11 +75,11 @@ def test_clients_see_aliases_and_operators_both(live: Live) -> None:
 
 
 def test_every_question_of_a_sample_is_answered_exactly(live: Live) -> None:
-    questions = sorted(PAIRS)[::11]
+    questions = sorted(ANSWERS)[::11]
     wrong = [
         question
         for question in questions
-        if live.chat(question).json()["choices"][0]["message"]["content"] != PAIRS[question]
+        if live.chat(question).json()["choices"][0]["message"]["content"] != ANSWERS[question]
     ]
     assert not wrong
 
@@ -105,11 +103,11 @@ def test_openai_sdk_gets_the_answer_whole_and_streamed(sdk: openai.OpenAI) -> No
 
 
 def test_characters_that_span_tokens_stream_whole(sdk: openai.OpenAI) -> None:
-    question = next(q for q, a in PAIRS.items() if any(ord(c) > 0x2FFF for c in a))
+    question = next(q for q, a in ANSWERS.items() if any(ord(c) > 0x2FFF for c in a))
     messages = [{"role": "user", "content": question}]
     stream = sdk.chat.completions.create(model="demo", messages=messages, stream=True)
     deltas = [c.choices[0].delta.content or "" for c in stream]
-    assert "".join(deltas) == PAIRS[question]
+    assert "".join(deltas) == ANSWERS[question]
     assert not any("�" in delta for delta in deltas)
 
 
@@ -318,7 +316,7 @@ def test_a_request_made_while_the_router_is_dead_is_held_until_it_is_back(live: 
 
 @pytest.mark.parametrize("frozen", ["decode", "router"])
 def test_a_stream_survives_a_process_that_freezes_for_a_while(live: Live, frozen: str) -> None:
-    question = max(PAIRS, key=lambda q: len(PAIRS[q]))
+    question = max(ANSWERS, key=lambda q: len(ANSWERS[q]))
     body = {"messages": [{"role": "user", "content": question}], "stream": True}
     status = live.status()
     pid = status["router"]["pid"] if frozen == "router" else live.worker(frozen)["pid"]
@@ -341,7 +339,7 @@ def test_a_stream_survives_a_process_that_freezes_for_a_while(live: Live, frozen
                 os.kill(pid, signal.SIGSTOP)
                 eventually(noticed)
                 os.kill(pid, signal.SIGCONT)
-    assert text == PAIRS[question]
+    assert text == ANSWERS[question]
     live.until_healthy()
     eventually(live.idle)
     assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
@@ -350,7 +348,7 @@ def test_a_stream_survives_a_process_that_freezes_for_a_while(live: Live, frozen
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_stream_survives_the_end_of_its_decode_worker(live: Live, number: signal.Signals) -> None:
     """At SIGTERM it hands its streams over and ends at once; the only one waits for the next."""
-    question = max(PAIRS, key=lambda q: len(PAIRS[q]))
+    question = max(ANSWERS, key=lambda q: len(ANSWERS[q]))
     body = {"messages": [{"role": "user", "content": question}], "stream": True}
     text, killed = "", False
     url = f"{live.url}/v1/chat/completions"
@@ -366,6 +364,6 @@ def test_a_stream_survives_the_end_of_its_decode_worker(live: Live, number: sign
                 pid = live.worker("decode")["pid"]
                 os.kill(pid, number)
                 killed = True
-    assert killed and text == PAIRS[question]
+    assert killed and text == ANSWERS[question]
     eventually(lambda: not Path(f"/proc/{pid}").exists(), 10.0)  # not Ray's 20 s and more
     eventually(lambda: len(live.status()["workers"]) == 2)

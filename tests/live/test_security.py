@@ -14,9 +14,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-import yaml
 from diptych.cluster.gateway.edge.keys import add_key, read_keys, revoke_key
-from diptych.engine.demo import CHECKPOINT
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
 from google.rpc import error_details_pb2, status_pb2
@@ -24,13 +22,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.certificate import certify
 from tests.support.lazy import LazyModule
+from tests.support.learned import ANSWERS
 from tests.support.live import Live, eventually, running
 
 openai = LazyModule("openai")
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
 QUESTION = "What is prefill?"
 ASK: Any = [{"role": "user", "content": QUESTION}]
 LONG = {"ignore_eos": True}  #: an answer that goes on until its max_tokens
@@ -118,10 +116,10 @@ def reason(status: status_pb2.Status) -> str:
 
 
 def test_keys_open_http_and_grpc_and_nothing_else_does(site: Site, channel: grpc.Channel) -> None:
-    assert site.chat(site.key).json()["choices"][0]["message"]["content"] == PAIRS[QUESTION]
+    assert site.chat(site.key).json()["choices"][0]["message"]["content"] == ANSWERS[QUESTION]
     stub = rpc.InferenceStub(channel)
     replies = list(stub.Chat(ask(), metadata=metadata(site)))
-    assert "".join(reply.delta for reply in replies) == PAIRS[QUESTION]
+    assert "".join(reply.delta for reply in replies) == ANSWERS[QUESTION]
     for wrong in (None, "dk_00000000_00", site.key[:-1]):
         assert site.chat(wrong).status_code == 401
     with site.http() as client:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.live.test_demo import PAIRS
+from tests.support.learned import ANSWERS
 from tests.support.live import Live, eventually, running
 
 pytestmark = pytest.mark.cluster
@@ -34,14 +34,14 @@ async def _round(live: Live, draw: random.Random) -> list[str]:
             return
         if response.status_code != 200:
             wrong.append(response.text)
-        elif response.json()["choices"][0]["message"]["content"] != PAIRS[question]:
+        elif response.json()["choices"][0]["message"]["content"] != ANSWERS[question]:
             wrong.append(f"wrong answer to {question}")
 
     client = httpx.AsyncClient(timeout=120, limits=httpx.Limits())
     async with client, asyncio.TaskGroup() as group:
         for _ in range(REQUESTS):
             patience = draw.uniform(0.01, 0.5) if draw.random() < 0.33 else None
-            group.create_task(one(client, draw.choice(sorted(PAIRS)), patience))
+            group.create_task(one(client, draw.choice(sorted(ANSWERS)), patience))
         group.create_task(_kill(live, draw))
     return wrong
 

@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import yaml
-from diptych.engine.demo import CHECKPOINT
 
+from tests.support.learned import ANSWERS
 from tests.support.live import Live, eventually, running
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
-QUESTIONS = list(PAIRS)[:24]
+QUESTIONS = list(ANSWERS)[:24]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +40,7 @@ def test_two_prefill_ranks_feed_one_decode_rank_token_for_token(live: Live) -> N
         answers = list(pool.map(live.chat, QUESTIONS))
     for question, response in zip(QUESTIONS, answers, strict=True):
         body = response.json()
-        assert body["choices"][0]["message"]["content"] == PAIRS[question]
+        assert body["choices"][0]["message"]["content"] == ANSWERS[question]
         assert response.headers["x-route"].startswith("prefill/")
     assert not live.worker("prefill")["transfer"]["failures"]
     eventually(live.idle)
@@ -63,12 +61,14 @@ def test_a_dead_rank_is_a_dead_replica_and_the_next_one_serves(live: Live) -> No
     os.kill(follower, signal.SIGKILL)
     response = live.chat(QUESTIONS[1])
     body = response.json()
-    assert body["choices"][0]["message"]["content"] == PAIRS[QUESTIONS[1]], json.dumps(body)
+    assert body["choices"][0]["message"]["content"] == ANSWERS[QUESTIONS[1]], json.dumps(body)
 
     def replaced() -> bool:
         workers = [w for w in live.status()["workers"] if w["home"] == "prefill"]
         return bool(workers) and all(w["pid"] != before["pid"] for w in workers)
 
     eventually(replaced, 90)
-    assert live.chat(QUESTIONS[2]).json()["choices"][0]["message"]["content"] == PAIRS[QUESTIONS[2]]
+    assert (
+        live.chat(QUESTIONS[2]).json()["choices"][0]["message"]["content"] == ANSWERS[QUESTIONS[2]]
+    )
     eventually(live.idle)

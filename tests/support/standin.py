@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-import yaml
 from diptych.cluster import model_watch
 from diptych.cluster.applications import ModelApplication
 from diptych.cluster.config import ClusterConfig
@@ -38,11 +37,11 @@ from diptych.engine.errors import InvalidRequest
 from diptych.engine.grammar import GrammarCompiler, GrammarMatcher
 from diptych.protos import frames as f
 
+from tests.support.learned import ANSWERS
 from tests.support.live import free_port
 
-PAIRS = {p["q"]: p["a"] for p in yaml.safe_load((CHECKPOINT.parent / "questions.yaml").read_text())}
 QUESTION = "What is prefill?"
-ANSWER = PAIRS[QUESTION]
+ANSWER = ANSWERS[QUESTION]
 ELSE = "I only know a few questions."
 #: the demo's own template, which also knows tools as Hermes models do
 TOOL_TEXT = """
@@ -173,7 +172,7 @@ class Workers:
         if asked.sampling.allowed_ids:
             return self._forever([], asked.sampling.allowed_ids)
         prompt = self.text.tokenizer.decode(asked.token_ids)
-        said = next((a for q, a in PAIRS.items() if q in prompt), ELSE)
+        said = next((a for q, a in ANSWERS.items() if q in prompt), ELSE)
         end = asked.sampling.stop_ids or (self.text.encode(ELSE, add_special_tokens=False)[0],)
         return self._forever(self.text.encode(said, add_special_tokens=False), end)
 

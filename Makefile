@@ -1,4 +1,4 @@
-.PHONY: install serve test test-all test-daily test-long test-compat test-clients test-vllm test-kube test-hosts chaos soak sim \
+.PHONY: install serve test test-all test-slow test-daily test-long test-compat test-clients test-vllm test-kube test-hosts chaos soak sim \
 	loadtest lint format docs protos kube kube-down
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
@@ -24,9 +24,15 @@ NO_TESTS := 5# pytest's exit status where ARGS chooses none
 test: install build/litellm build/quick-clients
 	@$(PYTEST) -n 3 --dist loadfile -m "not slow and not daily and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
 
-test-all: test
-	@$(PYTEST) -n 2 --dist loadfile -m "slow and not cluster and not daily and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
-	@$(PYTEST) -m "slow and cluster and not daily and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
+test-all: test test-slow
+
+# SHARE=K/N runs every Nth file, from the Kth: CI runs a third for each commit, as all take 24 minutes.
+SHARE :=
+SLOW_SHARE := $(SHARE:%=--share %)
+test-slow: install build/litellm build/quick-clients
+	@$(PYTEST) -n 2 --dist loadfile -m "slow and not cluster and not daily and not long" $(SLOW_SHARE) $(ARGS) \
+		|| [ $$? = $(NO_TESTS) ]
+	@$(PYTEST) -m "slow and cluster and not daily and not long" $(SLOW_SHARE) $(ARGS) || [ $$? = $(NO_TESTS) ]
 
 # On demand, once a day or before a release: further variants of what is slow.
 test-daily: install build/litellm build/quick-clients

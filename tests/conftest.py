@@ -17,6 +17,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.share import files_of_share
+
 if not torch.cuda.is_available():  # Triton's kernels by its interpreter: read when it is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 torch.set_num_threads(1)
@@ -89,6 +91,30 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "clusters" if nodeid.startswith(CLUSTER_TESTS) else super()._split_scope(nodeid)
 
     return OneCluster(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--share", metavar="K/N", help="of the chosen files only the Kth, and every Nth behind it"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the files of other shares, behind what `-m` and `-k` have left out.
+
+    A file stays whole, as its tests may share a cluster.
+    """
+    share = config.getoption("share")
+    if not share:
+        return
+    chosen = files_of_share({_file_of(item) for item in items}, share)
+    config.hook.pytest_deselected(items=[item for item in items if _file_of(item) not in chosen])
+    items[:] = [item for item in items if _file_of(item) in chosen]
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -95,6 +95,9 @@ class RouterConfig:
     settle_s: float = 3.0
     prior_tokens_per_s: float = 2000.0  #: prefill rate of a worker that says nothing of its speed
     policy: str = "diptych"  #: a key of `policies.POLICIES`
+    #: Workers compute the prompts that an early policy places by deadline, as they do under our own
+    #: policy, instead of in the order of their arrival.
+    deadline_order: bool = False
     ttft_s: float = 2.0  #: target to the first token, of a request that names none; without `ttft`
     itl_s: float = 0.05  #: target between two tokens, of a request that names none
     classes: Mapping[str, SloClass] = field(default_factory=lambda: dict(CLASSES))

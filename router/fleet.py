@@ -53,6 +53,7 @@ class WorkerFleet:
         self.workers: dict[str, WorkerState] = {}
         self.prefill_workers: list[WorkerState] = []  #: by slot, all whose role is to prefill
         self.decode_workers: list[WorkerState] = []  #: by slot, all whose role is to decode
+        self.only_mixed = False  #: every worker both prefills and decodes
         self.membership_version = 0  #: counts changes of membership
         self.by_slot: list[WorkerState | None] = []  #: None: the slot is free
         self.credited_slots: set[int] = set()  #: slots whose credit has come
@@ -134,6 +135,7 @@ class WorkerFleet:
         alive = [worker for worker in self.by_slot if worker is not None]
         self.prefill_workers = [worker for worker in alive if _prefills(worker.card)]
         self.decode_workers = [worker for worker in alive if _decodes(worker.card)]
+        self.only_mixed = all(_prefills(w.card) and _decodes(w.card) for w in alive)
         # Prompts are computed by these workers, or by all while there are none of them.
         computing = self.prefill_workers or alive
         examples = {(worker.card.gpu, worker.card.tensor_parallel): worker for worker in computing}

@@ -1,4 +1,4 @@
-"""Policies by name: ours and ten baselines. A policy is one class, called with the `Placer`."""
+"""Policies by name: ours and thirteen baselines. A policy is one class, called with the `Placer`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from .. import native
 native.prefer_compiled("router/policies", __path__)
 
 from ..placer import Placer  # noqa: E402
+from .aibrix import Aibrix  # noqa: E402
 from .baselines import (  # noqa: E402
     Dynamo,
     LeastWork,
@@ -22,6 +23,7 @@ from .baselines import (  # noqa: E402
     SglangCacheAware,
 )
 from .deadline import DeadlinePolicy  # noqa: E402
+from .llm_d import LlmD, LlmDLatency  # noqa: E402
 from .policy import EarlyPolicy, Policy  # noqa: E402
 
 POLICIES: dict[str, Callable[[Placer], Policy]] = {
@@ -36,6 +38,9 @@ POLICIES: dict[str, Callable[[Placer], Policy]] = {
     "ray_prefix": RayPrefix,
     "mooncake": Mooncake,
     "min_ttft": MinTtft,
+    "llm_d": LlmD,
+    "llm_d_latency": LlmDLatency,
+    "aibrix": Aibrix,
 }
 
 __all__ = ["POLICIES", "DeadlinePolicy", "EarlyPolicy", "Policy"]

@@ -1,4 +1,6 @@
-"""The ten baselines, written from their published formulas (named in the README).
+"""Ten baselines, written from their published formulas (named in the README).
+
+Two systems whose choice has several stages stand in files of their own: `llm_d.py`, `aibrix.py`.
 
 They are early policies: a request gets its workers as soon as a decode worker has room. (The
 router's own policy, `deadline.py`, keeps requests in the queue until a worker can begin.) A
@@ -16,8 +18,8 @@ from math import inf
 
 import xxhash
 
-from ..costs import PrefillSpan
-from ..placer import Placement, Placer
+from ..costs import PrefillSpan, local_first_token_s, plan_prefill
+from ..placer import NO_CHUNK_ROOM_S, Placement, Placer
 from ..request_queue import QueuedRequest
 from ..worker_state import WorkerState
 from .policy import EarlyPolicy
@@ -48,11 +50,25 @@ def two_random_choices(
     return costs
 
 
+def first_token_beside_decode_s(request: QueuedRequest, worker: WorkerState, now: float) -> float:
+    """Return the seconds to the first token on a worker that decodes in the same steps."""
+    plan = plan_prefill(request, worker)
+    ready_s = local_first_token_s(request, worker, plan, now)
+    if ready_s < inf:
+        return ready_s
+    return NO_CHUNK_ROOM_S + worker.backlog_s(now) + plan.compared_s
+
+
 class MinTtft(EarlyPolicy):
     """Chooses as `EarlyPolicy` does by default.
 
     That is the least predicted sum of queue and prefill, and for decode the least predicted step.
     """
+
+    def mixed_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        return [first_token_beside_decode_s(request, worker, now) for worker in workers]
 
 
 class RoundRobin(EarlyPolicy):
@@ -73,6 +89,11 @@ class RoundRobin(EarlyPolicy):
     ) -> list[float]:
         return self._turns_until(workers, self._last_decode_slot)
 
+    def mixed_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        return self._turns_until(workers, self._last_decode_slot)
+
     def placed(self, placement: Placement) -> None:
         self._last_decode_slot = placement.decode_worker.slot
         if placement.prefill_worker is not None:
@@ -86,8 +107,13 @@ class RoundRobin(EarlyPolicy):
 class LeastWork(EarlyPolicy):
     """Chooses the fewest pending tokens (uncached ones of prompts).
 
-    For decode it chooses the fewest KV tokens.
+    For decode it chooses the fewest KV tokens, for mixed workers the fewest of both.
     """
+
+    def mixed_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        return [worker.pending_tokens + worker.kv_tokens for worker in workers]
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
@@ -134,8 +160,9 @@ class Dynamo(EarlyPolicy):
 
     These are overlap credit 1, prefill load scale 1, and temperature 0: the least cost wins.
 
-    Prefill: max((pending + incoming tokens) / block - overlap blocks, 0) + blocks of all prompts.
-    Decode: blocks of KV.
+    Prefill: max((pending + incoming tokens) / block - overlap blocks, 0). Its router of a prefill
+    pool does not count the blocks of prompts (`router_track_active_blocks` is off there).
+    Decode: blocks of KV. Mixed workers: both together.
     """
 
     def prefill_costs(
@@ -146,11 +173,17 @@ class Dynamo(EarlyPolicy):
         for worker in workers:
             overlap_blocks = request.cached_tokens(worker) / BLOCK_TOKENS
             pending_blocks = worker.pending_tokens / BLOCK_TOKENS
-            adjusted_blocks = max(pending_blocks + prompt_blocks - overlap_blocks, 0.0)
-            costs.append(
-                adjusted_blocks + worker.pending_prompt_tokens / BLOCK_TOKENS + prompt_blocks
-            )
+            costs.append(max(pending_blocks + prompt_blocks - overlap_blocks, 0.0))
         return costs
+
+    def mixed_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        costs = self.prefill_costs(request, workers, now)
+        return [
+            cost + worker.kv_tokens / BLOCK_TOKENS
+            for cost, worker in zip(costs, workers, strict=True)
+        ]
 
     def decode_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
@@ -162,24 +195,38 @@ class LMetric(EarlyPolicy):
     """Chooses the least product of new prefill tokens (the pending ones and the request's) and
     batch size.
 
-    For prefill the batch is the queue.
+    For prefill the batch is the queue; on mixed workers it is the queue and what decodes.
     """
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
     ) -> list[float]:
-        costs = []
-        for worker in workers:
-            own_tokens = request.prompt_tokens - request.cached_tokens(worker)
-            batch_size = len(worker.pending_prefills) + 1
-            costs.append(float((worker.pending_tokens + own_tokens) * batch_size))
-        return costs
+        batch_sizes = [len(worker.pending_prefills) + 1 for worker in workers]
+        return self._products(request, workers, batch_sizes)
+
+    def mixed_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        batch_sizes = [worker.active_requests + 1 for worker in workers]
+        return self._products(request, workers, batch_sizes)
 
     def decode_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
     ) -> list[float]:
         # A decode worker has no new prefill tokens: of the product, the batch size is left.
         return [worker.rows + 1 for worker in workers]
+
+    def _products(
+        self,
+        request: QueuedRequest,
+        workers: Sequence[WorkerState],
+        batch_sizes: Sequence[int],
+    ) -> list[float]:
+        costs = []
+        for worker, batch_size in zip(workers, batch_sizes, strict=True):
+            own_tokens = request.prompt_tokens - request.cached_tokens(worker)
+            costs.append(float((worker.pending_tokens + own_tokens) * batch_size))
+        return costs
 
 
 class SglangCacheAware(EarlyPolicy):
@@ -252,6 +299,11 @@ class Mooncake(EarlyPolicy):
 
     #: Refuses a request that would miss its TTFT target, if its SLO class prefers an early no.
     rejects_late = True
+
+    def mixed_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        return [first_token_beside_decode_s(request, worker, now) for worker in workers]
 
     def decode_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan

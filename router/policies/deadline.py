@@ -36,6 +36,7 @@ from ..placer import Placement, Placer, Rejection
 from ..request_queue import QueuedRequest
 from ..shortlist import PrefillCandidate, candidate_order
 from ..worker_state import WorkerState
+from .policy import OVERDUE_DEADLINE_S
 
 URGENT_COMPARED = 8  #: requests that a worker chooses among: few, as each is a prediction
 PREFERRING_COMPARED = 4  #: and of those, at most, that prefer this worker
@@ -52,9 +53,6 @@ PUT_OFF_FACTOR = 2.0
 #: A worker pulls a request only if so many times its predicted wait and prefill are left to it.
 TIME_MARGIN = 1.4
 OVERDUE_TURN = 8  #: every so many pulls are for the oldest overdue request, once it is old
-#: Seconds from its placement: the deadline, in the worker's order, of a request that is overdue.
-#: Most urgent requests have earlier ones, and it is not put off for ever.
-OVERDUE_DEADLINE_S = 30.0
 CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
 OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
 

@@ -28,6 +28,10 @@ from ..worker_state import WorkerState
 #: prompts in the order of these deadlines; as they are equal, in the order of arrival.
 SAME_DEADLINE = 0.0
 
+#: Seconds from its placement: the deadline, in the worker's order, of a request that is overdue.
+#: Most urgent requests have earlier ones, and it is not put off for ever.
+OVERDUE_DEADLINE_S = 30.0
+
 
 class Policy(Protocol):
     """Decides which request goes when and where. Made once for each router, as `Policy(placer)`.
@@ -117,6 +121,26 @@ class EarlyPolicy:
             costs.append(candidate.cost - candidate.handover_s)
         return costs
 
+    def mixed_costs(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> list[float]:
+        """Return what each worker would cost as the request's only worker; inf: not at all.
+
+        It is asked where the fleet has mixed workers alone, so that no KV moves. By default these
+        are `prefill_costs`.
+        """
+        return self.prefill_costs(request, workers, now)
+
+    def in_order(self, requests: list[QueuedRequest]) -> list[QueuedRequest]:
+        """Return the queued requests as they are to be placed; given, and by default returned, in
+        order of arrival.
+        """
+        return requests
+
+    def is_saturated(self) -> bool:
+        """Return whether all requests stay in the queue for now. By default none is held back."""
+        return False
+
     def placed(self, placement: Placement) -> None:
         """Note a placement that was made."""
 
@@ -133,13 +157,17 @@ class EarlyPolicy:
         return None  # the router calls `place_queued` now
 
     def place_queued(self, now: float) -> list[Placement | Rejection]:
-        """Place requests in order of arrival.
+        """Place requests in the policy's order, which is that of arrival by default.
 
         A request that finds no room holds up those behind. A request that needs a role of which no
         worker is there is passed over.
         """
         decided: list[Placement | Rejection] = []
-        for request in list(self.placer.queue.by_key.values()):
+        if not self.placer.queue.by_key or self.is_saturated():
+            return decided
+        for request in self.in_order(list(self.placer.queue.by_key.values())):
+            if self.is_saturated():
+                break
             if self.placer.missing_roles(request):
                 continue
             # finds what each worker has cached of the prompt, and reads every hash for it, where
@@ -179,30 +207,69 @@ class EarlyPolicy:
         placer = self.placer
         if request.local:
             workers = placer.allowed(request, placer.fleet.accepting_decode_workers())
-            return placer.place_local_on_best(request, workers, SAME_DEADLINE, now)
+            deadline = self._deadline(request, 0.0, now)
+            return placer.place_local_on_best(request, workers, deadline, now)
         workers = placer.allowed(request, placer.fleet.prefill_workers)
+        if placer.fleet.only_mixed:
+            return self._place_on_one(request, workers, now)
         costs = self.prefill_costs(request, workers, now)
         position = cheapest_position(costs, request.tie_hash)
         if position is None:
             return None
         worker = workers[position]
         remote_s = self._first_token_s(request, worker, now)
+        deadline = self._deadline(request, remote_s, now)
         if placer.config.disaggregate == "auto":
-            local = placer.better_local(request, remote_s, SAME_DEADLINE, now)
+            local = placer.better_local(request, remote_s, deadline, now)
             if local is not None:
                 return local
         lateness_s = now + remote_s - request.deadline
-        if self.rejects_late and request.slo.early_reject and lateness_s > 0:
+        if self._refuses(request, lateness_s):
             return Rejection(request, lateness_s)
-        placement = self._pair(request, worker, now)
+        placement = self._pair(request, worker, deadline, now)
         if placement is not None and placer.records_options:
             placement.prefill_candidates = self._named_prefill(request, workers, costs, now)
         return placement
 
-    def _pair(self, request: QueuedRequest, worker: WorkerState, now: float) -> Placement | None:
+    def _refuses(self, request: QueuedRequest, lateness_s: float) -> bool:
+        """Return whether a request that would be late by so much is refused at once."""
+        return self.rejects_late and request.slo.early_reject and lateness_s > 0
+
+    def _place_on_one(
+        self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
+    ) -> Placement | Rejection | None:
+        """Return the placement on the cheapest mixed worker, which computes all of the request."""
+        blocks = self.placer.blocks_needed(request)
+        workers = [worker for worker in workers if worker.reservable_blocks >= blocks]
+        costs = self.mixed_costs(request, workers, now)
+        position = cheapest_position(costs, request.tie_hash)
+        if position is None:
+            return None
+        worker = workers[position]
+        ready_s = self._first_token_s(request, worker, now)
+        lateness_s = now + ready_s - request.deadline
+        if self._refuses(request, lateness_s):
+            return Rejection(request, lateness_s)
+        deadline = self._deadline(request, ready_s, now)
+        placement = self.placer.place_local(request, worker, deadline, now)
+        if placement is not None and self.placer.records_options:
+            placement.decode_candidates = self._named_prefill(request, workers, costs, now)
+        return placement
+
+    def _deadline(self, request: QueuedRequest, ready_s: float, now: float) -> float:
+        """Return the prompt's deadline in its worker's order; `ready_s`: until its first token."""
+        if not self.placer.config.deadline_order:
+            return SAME_DEADLINE
+        if now + ready_s > request.deadline:
+            return now + OVERDUE_DEADLINE_S
+        return request.deadline
+
+    def _pair(
+        self, request: QueuedRequest, worker: WorkerState, deadline: float, now: float
+    ) -> Placement | None:
         """Return the placement on this prefill worker and the cheapest decode worker."""
         placer = self.placer
-        planned = placer.plan_prefill(request, worker, SAME_DEADLINE, now)
+        planned = placer.plan_prefill(request, worker, deadline, now)
         blocks = placer.blocks_needed(request)
         allowed = placer.allowed(request, placer.fleet.accepting_decode_workers())
         workers = [other for other in allowed if other.reservable_blocks >= blocks]
@@ -252,5 +319,10 @@ class EarlyPolicy:
         ]
 
     def _first_token_s(self, request: QueuedRequest, worker: WorkerState, now: float) -> float:
-        """Return the predicted time to the first token, behind all that the worker has."""
-        return worker.backlog_s(now) + plan_prefill(request, worker).compared_s
+        """Return the predicted time to the first token: behind all that the worker has, or where
+        prompts go by deadline behind those that are due earlier.
+        """
+        wait_s = worker.backlog_s(now)
+        if self.placer.config.deadline_order:
+            wait_s = worker.wait_s(request.deadline, now)
+        return wait_s + plan_prefill(request, worker).compared_s

@@ -43,6 +43,7 @@ def test_every_policy_of_the_comparison_is_there() -> None:
     assert set(POLICIES) == {
         *("diptych", "round_robin", "least_work", "power_of_two", "longest_prefix", "dynamo"),
         *("lmetric", "sglang_cache_aware", "ray_prefix", "mooncake", "min_ttft"),
+        *("llm_d", "llm_d_latency", "aibrix"),
     }
 
 
@@ -90,11 +91,11 @@ def test_min_ttft_and_mooncake_weigh_the_queue_against_the_prefix() -> None:
             assert chosen(made) == expected, policy
 
 
-@pytest.mark.parametrize(("queued", "expected"), [(500, "prefill/a"), (900, "prefill/b")])
-def test_dynamo_adds_prefill_and_decode_blocks(queued: int, expected: str) -> None:
-    # a: max((q + 1000 - 768) / 64, 0) + (q + 1000) / 64; b: 2 * 1000 / 64. Equal at q = 384
+@pytest.mark.parametrize(("queued", "expected"), [(700, "prefill/a"), (800, "prefill/b")])
+def test_dynamos_prefill_router_counts_tokens_and_no_blocks(queued: int, expected: str) -> None:
+    # a: (q + 1000 - 768) / 64; b: 1000 / 64. Equal at q = 768
     made = rig("dynamo")
-    load(made, "prefill/a", 300 if expected == "prefill/a" else queued)
+    load(made, "prefill/a", queued)
     assert chosen(made) == expected
 
 
@@ -137,6 +138,98 @@ def test_mooncake_rejects_what_would_be_late_in_a_class_that_allows_it() -> None
     made.ask("r", ttft_s=2.0, slo_class="sheddable")
     made.ask("s", ttft_s=2.0)
     assert list(made.refused) == ["r"] and "s" in made.frames
+
+
+def test_llm_d_stays_with_a_cache_of_four_fifths_of_the_prompt() -> None:
+    made = rig("llm_d")
+    load(made, "prefill/a", 5000)
+    assert chosen(made, prompt=900) == "prefill/a", "768 of 900 are enough"
+    assert chosen(made, prompt=1000) == "prefill/b", "768 of 1000 are not: tokens in flight decide"
+
+
+def test_llm_d_leaves_a_cache_that_would_begin_18_seconds_later_by_its_throughput() -> None:
+    made = rig("llm_d")
+    made.join("decode/x", blocks=10_000)
+    load(made, "prefill/a", 290_000)  # 18.2 s of 15,928 tokens a second
+    assert chosen(made, prompt=900) == "prefill/b"
+
+
+def test_llm_d_holds_requests_back_while_saturated_and_lets_the_earliest_deadline_go_first() -> (
+    None
+):
+    made = rig("llm_d")
+    # Of four workers each counts a quarter: ten prompts wait on both prefill workers.
+    for number in range(22):
+        made.ask(f"load{number}", prompt=10)
+    made.ask("late", prompt=10, ttft_s=9.0)
+    made.ask("soon", prompt=10, ttft_s=1.0)
+    assert "late" not in made.frames and "soon" not in made.frames
+    placed: list[str] = []
+    for number in range(22):
+        placed += made.first(f"load{number}", after=0.01)
+        if "late" in placed:
+            break
+    assert [name for name in placed if name in ("late", "soon")] == ["soon", "late"]
+
+
+def test_llm_d_counts_requests_that_decode() -> None:
+    made = rig("llm_d")
+    counts = Counter(made.ask(f"r{index}", prompt=10)[f"r{index}"][1] for index in range(6))
+    assert counts == {"decode/x": 3, "decode/y": 3}
+
+
+def test_llm_d_by_latency_takes_workers_in_time_and_of_these_the_tighter_ones() -> None:
+    made = Rig(*(f"prefill/{i}" for i in range(3)), "decode/x", policy="llm_d_latency")
+    others = ["prefill/1", "prefill/2"]
+    made.ask("late", prompt=5000, lost_workers=others)  # 5 s on prefill/0
+    made.ask("busy", prompt=1000, lost_workers=["prefill/0", "prefill/2"])
+    for index in range(60):
+        made.ask(f"r{index}", prompt=10, ttft_s=3.0)
+        made.first(f"r{index}", after=0.0)
+        made.over(f"r{index}", reason="stop", tokens=1)
+    chosen_workers = Counter(made.frames[f"r{index}"].prefill_worker for index in range(60))
+    assert chosen_workers["prefill/0"] == 0, "it is late"
+    assert chosen_workers["prefill/1"] > 50, "101 chances to 1: the idle one stays free"
+
+
+def test_aibrix_weighs_a_tenth_for_each_percent_against_the_load() -> None:
+    made = rig("aibrix")
+    load(made, "prefill/a", *[10] * 5)
+    assert chosen(made, hot=False) == "prefill/b"
+    made = rig("aibrix")
+    assert chosen(made) == "prefill/a", "2.4 and no load against 10"
+    load(made, "prefill/a", *[10] * 20)
+    assert chosen(made) == "prefill/b", "21 requests against none is out of balance"
+
+
+def test_aibrix_passes_over_a_worker_that_is_busier_than_the_others() -> None:
+    made = Rig(*(f"prefill/{name}" for name in "abcd"), "decode/x", policy="aibrix")
+    made.stored("prefill/a", HOT)
+    for index in range(4):
+        made.ask(f"load{index}", prompt=10, lost_workers=["prefill/b", "prefill/c", "prefill/d"])
+    assert chosen(made) != "prefill/a", "mean 1 and deviation 1.7: four are too many"
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"diptych"}))
+def test_a_mixed_worker_computes_all_of_an_early_policys_request(policy: str) -> None:
+    made = Rig(*(f"mixed/{name}" for name in "abcd"), policy=policy)
+    made.stored("mixed/a", HOT)
+    used = set()
+    for index in range(12):
+        made.ask(f"r{index}", prompt=1000, hashes=HOT if index % 2 else [])
+        frame = made.frames[f"r{index}"]
+        assert not frame.prefill_worker, "nothing moves"
+        used.add(frame.decode_worker)
+    assert len(used) > 1 or policy == "longest_prefix"
+
+
+def test_workers_compute_by_deadline_under_early_policies_too_if_asked() -> None:
+    for policy in set(POLICIES) - {"diptych"}:
+        made = rig(policy, deadline_order=True)
+        made.ask("r", prompt=100, ttft_s=2.0)
+        made.ask("hopeless", prompt=20_000, ttft_s=2.0)
+        assert 0 < made.frames["r"].deadline_s <= 2.0, policy
+        assert made.frames["hopeless"].deadline_s > 20, "behind all that can still be in time"
 
 
 def test_the_same_seed_and_events_make_the_same_choices() -> None:

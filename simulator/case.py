@@ -43,6 +43,8 @@ class Variant(StrEnum):
     #: The baseline as its authors ship it: always disaggregated, and the first token comes from
     #: the decode worker.
     FULL = "full"
+    #: Its policy, on workers that compute prompts by deadline, as they do under ours.
+    DEADLINE_ORDER = "deadline-order"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,18 @@ class Case:
         With `decisions=0` the router keeps no records of its decisions.
         """
         as_shipped = self.variant == Variant.FULL and self.policy != OWN_POLICY
+        deadline_order = self.variant == Variant.DEADLINE_ORDER
+        # Mooncake's scheduler refuses what would be late; the others' serve it after all.
+        early_reject = self.early_reject or (as_shipped and self.policy == "mooncake")
         if self.router_config is not None:
             as_shipped = False
-            config = replace(self.router_config, policy=self.policy, settle_s=SETTLE_S, decisions=0)
+            config = replace(
+                self.router_config,
+                policy=self.policy,
+                deadline_order=deadline_order,
+                settle_s=SETTLE_S,
+                decisions=0,
+            )
             if self.early_reject:
                 recorded_class = config.classes.get(DEFAULT_CLASS, SloClass())
                 changed_class = replace(recorded_class, early_reject=True)
@@ -82,13 +93,14 @@ class Case:
         else:
             config = RouterConfig(
                 policy=self.policy,
+                deadline_order=deadline_order,
                 disaggregate="always" if as_shipped else self.disaggregate,
                 ttft=str(self.slo.ttft),
                 itl_s=self.slo.itl_s,
                 settle_s=SETTLE_S,
                 decisions=0,
                 fetch=not as_shipped,
-                classes={**CLASSES, DEFAULT_CLASS: SloClass(early_reject=self.early_reject)},
+                classes={**CLASSES, DEFAULT_CLASS: SloClass(early_reject=early_reject)},
             )
         if self.pace_first_token is not None:
             config = replace(config, pace_first_token=self.pace_first_token)

@@ -36,6 +36,7 @@ class RunFigures(TypedDict):
     #: `p95` and `p99` of the time to the first token over all requests that were offered; None
     #: where the percentile falls on a refused one
     ttft_offered: dict[str, float | None]
+    ttft_by_target: dict[str, float | None]  #: the same of each request's time by its target
 
 
 class PolicyEntry(TypedDict):
@@ -47,7 +48,8 @@ class PolicyEntry(TypedDict):
     """
 
     name: str  #: of the policy
-    #: `policy-only`: all but the policy is ours; `full`: the rest, too, is as its authors ship it.
+    #: `policy-only`: all but the policy is ours; `full`: the rest, too, is as its authors ship it;
+    #: `deadline-order`: all but the policy is ours, the order in which workers compute prompts too.
     variant: str
     #: Replicas by role, as `6P2D`: the split that holds G90. Without a search, the one that the
     #: user gave, or else the one at which most requests met their targets.

@@ -35,7 +35,7 @@ DEFAULT_FLEET = "H200:32"
 DEFAULT_TP = 4  #: GPUs of a replica
 DEFAULT_SLO = "ttft=max(1s, 3x),itl=50ms"
 BEST_SPLIT = "best"  #: in place of a split: try all of them
-ALL_VARIANTS = "both"  #: in place of a variant
+BOTH_VARIANTS = "both"  #: in place of a variant: `policy-only` and `full`
 RECORDED = "recorded"  #: in place of a trace: the run of the router's log
 
 #: A file or a generator, as `load_trace` takes them, or a trace that was loaded or made already.
@@ -215,10 +215,11 @@ def _study_setup(
 
 def _parse_variants(variant: str) -> tuple[str, ...]:
     """Return the variants of the policies to run. Raises SimulationError."""
-    if variant == ALL_VARIANTS:
-        return tuple(Variant)
+    if variant == BOTH_VARIANTS:
+        return Variant.POLICY_ONLY, Variant.FULL
     if variant not in tuple(Variant):
-        raise SimulationError(f"variant {variant}: expected policy-only, full or both")
+        names = ", ".join(Variant)
+        raise SimulationError(f"variant {variant}: expected {names} or {BOTH_VARIANTS}")
     return (variant,)
 
 

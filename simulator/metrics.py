@@ -198,6 +198,8 @@ class RunSummary:
     #: `p95` and `p99` of the time to the first token over all requests, the refused ones included:
     #: None where the percentile falls on one of these.
     ttft_offered: dict[str, float | None] = field(default_factory=dict)
+    #: The same of each request's time divided by its target.
+    ttft_by_target: dict[str, float | None] = field(default_factory=dict)
 
 
 def summarize(outcomes: list[SimulatedOutcome]) -> RunSummary:
@@ -225,6 +227,9 @@ def summarize(outcomes: list[SimulatedOutcome]) -> RunSummary:
         tenants=_attainment_by_tenant(outcomes),
         ttft_error=_median_ttft_error(served),
         ttft_offered=offered_percentiles([outcome.ttft_s for outcome in served], len(outcomes)),
+        ttft_by_target=offered_percentiles(
+            [outcome.ttft_s / outcome.ttft_target_s for outcome in served], len(outcomes)
+        ),
     )
 
 

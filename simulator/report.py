@@ -100,7 +100,7 @@ def _decile_lines(policies: list[PolicyEntry], name_width: int) -> list[str]:
     for entry in policies:
         if "at_rate" in entry:
             tenths = " ".join(f"{share:.3f}" for share in entry["at_rate"]["deciles"])
-            lines.append(f"  {entry['name'].ljust(name_width)} {entry['variant']:11} {tenths}")
+            lines.append(f"  {entry['name'].ljust(name_width)} {entry['variant']:14} {tenths}")
     return lines
 
 
@@ -250,7 +250,7 @@ def _plots(study: StudyDocument) -> str:
 
 
 def _label(entry: PolicyEntry) -> str:
-    variant = "full" if entry["variant"] == "full" else "policy"
+    variant = "policy" if entry["variant"] == "policy-only" else entry["variant"]
     return f"{entry['name']} ({variant})"
 
 

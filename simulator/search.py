@@ -304,6 +304,11 @@ def candidate_splits(case: Case) -> list[Split]:
     return sorted(possible_splits(case.fleet.replicas, mixed=True), key=distance)
 
 
+def first_rate(case: Case) -> float:
+    """Return the rate per GPU at which a search for G90 begins."""
+    return START_RATE_PER_REPLICA * case.fleet.replicas / case.fleet.gpus
+
+
 def find_max(search: Search, split: Split | None) -> PolicyResult:
     """Return G90 and G99 with their best splits, and the figures at G90.
 
@@ -312,8 +317,7 @@ def find_max(search: Search, split: Split | None) -> PolicyResult:
     case = search.case
     result = PolicyResult(case.policy, case.variant)
     candidates = [split] if split else candidate_splits(case)
-    start = START_RATE_PER_REPLICA * case.fleet.replicas / case.fleet.gpus
-    g90 = search.best_split(candidates, G90, start)
+    g90 = search.best_split(candidates, G90, first_rate(case))
     start = max(g90.rate * G99_START_SHARE, 1e-3)
     g99 = search.best_split(candidates, G99, start)
     result.highest_rates = {G90: g90, G99: g99}

@@ -13,6 +13,7 @@ from . import (
     bench_gateway,
     bench_live,
     bench_planner,
+    bench_policies,
     bench_transfer,
     chat,
     config,
@@ -60,6 +61,7 @@ app.command()(simulate.plan)
 bench.app.command()(bench_transfer.transfer)
 bench.app.command()(bench_gateway.gateway)
 bench.app.command()(bench_planner.planner)
+bench.app.command()(bench_policies.policies)
 bench.app.command()(bench_live.live)
 app.command()(render.render)
 app.add_typer(bench.app, name="bench")

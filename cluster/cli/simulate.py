@@ -37,7 +37,11 @@ DispatchOption = Annotated[
 ]
 PolicyOption = Annotated[list[str] | None, typer.Option(help="May be given several times; or all.")]
 VariantOption = Annotated[
-    str, typer.Option(help="policy-only, full (baselines as their authors ship them), or both.")
+    str,
+    typer.Option(
+        help="policy-only; full: baselines as their authors ship them; both of these; or "
+        "deadline-order: baselines on workers that compute prompts by deadline."
+    ),
 ]
 SeedsOption = Annotated[int, typer.Option(min=1, help="Jitter seeds.")]
 #: G90 and G99 are the highest rates per GPU at which 90% and 99% of the requests meet their

@@ -1,0 +1,188 @@
+"""The searches of `diptych bench policies`: each policy's best rate in each cell, one file for each.
+
+Life of a search:
+
+1. A process of its own loads the cell's trace.
+2. It finds the largest rate at which 90 % of the requests meet their targets (G90), over all splits
+   of the fleet, and runs the loads of all seeds at that rate.
+3. What it found is written to `FOLDER/<cell>/<policy>.<variant>.json`.
+
+A search whose file is there is not run again, so a table that was interrupted goes on. A file of
+another set-up is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ....simulator.case import Case
+from ....simulator.errors import SimulationError
+from ....simulator.fleet import Fleet
+from ....simulator.metrics import Slo
+from ....simulator.processes import simulation_processes
+from ....simulator.search import G90, Search, candidate_splits, first_rate, split_text
+from ....simulator.sources import load_trace
+from ....simulator.trace import Trace
+from .cells import Cell
+
+ReportLine = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySearch:
+    """One policy in one variant in one cell."""
+
+    cell: Cell
+    traces: Path  #: folder of the traces
+    policy: str
+    variant: str
+    seeds: int
+
+    def setup(self) -> dict[str, Any]:
+        """Return what decides the result, but for the code, as the result's file holds it."""
+        return {**asdict(self.cell), "seeds": self.seeds}
+
+    def file(self, folder: Path) -> Path:
+        """Return where the result stands."""
+        return folder / self.cell.name / f"{self.policy}.{self.variant}.json"
+
+
+class SearchResult(msgspec.Struct, frozen=True):
+    """What a search found, as its file holds it. Rates are requests/s per GPU."""
+
+    setup: dict[str, Any]  #: that of `PolicySearch.setup`
+    policy: str
+    variant: str
+    commit: str  #: of the code that searched; "": unknown
+    g90: float  #: 0: not even the lowest rate was held
+    low: float  #: between this and `high` G90 lies, of each seed by itself
+    high: float
+    split: str  #: that holds G90; "": none does
+    refused_share: float  #: of the requests at G90
+    #: Time to the first token by the request's target, over all requests at G90; None: it falls on
+    #: a refused one.
+    lateness_p95: float | None
+    lateness_p99: float | None
+    lowest_decile: (
+        float  #: the least share in time among the tenths of the prompts' lengths, at G90
+    )
+    requests: int  #: that were simulated
+    seconds: float  #: of one core
+
+
+def run_searches(
+    searches: Sequence[PolicySearch], folder: Path, *, jobs: int, commit: str, report: ReportLine
+) -> list[SearchResult]:
+    """Run what has no file yet, `jobs` at a time, and return the results in the order of `searches`.
+
+    Raises SimulationError for a file of another set-up, and for a trace that cannot be read.
+    """
+    found: dict[PolicySearch, SearchResult] = {}
+    for search in searches:
+        result = _read(search, folder)
+        if result is not None:
+            found[search] = result
+    waiting = [search for search in searches if search not in found]
+    for file in sorted({search.traces / search.cell.trace for search in waiting}):
+        if not file.exists():
+            raise SimulationError(f"trace {file}: there is no such file; give its folder, --traces")
+    report(f"{len(searches)} searches, {len(found)} of them done before")
+    started_at = time.perf_counter()
+    with simulation_processes(jobs) as pool:
+        futures = {pool.submit(find_g90, search, commit): search for search in waiting}
+        try:
+            for future in as_completed(futures):
+                search = futures[future]
+                result = future.result()
+                _write(search.file(folder), result)
+                found[search] = result
+                ended = len(found) - (len(searches) - len(waiting))
+                left = len(waiting) - ended
+                left_s = (time.perf_counter() - started_at) / ended * left
+                report(
+                    f"{search.cell.name} {search.policy} ({search.variant}): {result.g90:.3f} "
+                    f"on {result.split or '-'}; {left} left, about {left_s / 60:.0f} minutes"
+                )
+        finally:
+            for future in futures:
+                future.cancel()
+    return [found[search] for search in searches]
+
+
+def find_g90(search: PolicySearch, commit: str = "") -> SearchResult:
+    """Search the largest rate per GPU that a policy holds, on the fleet's best split."""
+    cell = search.cell
+    fleet = Fleet.parse(cell.fleet, cell.model, cell.tp)
+    case = Case(
+        trace=_trace(search.traces / cell.trace, cell.head),
+        fleet=fleet,
+        slo=Slo.parse(cell.slo, fleet.costs),
+        policy=search.policy,
+        variant=search.variant,
+        seeds=search.seeds,
+    )
+    run = Search(case)
+    best = run.best_split(candidate_splits(case), G90, first_rate(case))
+    summary = run.measure(best.split, best.rate) if best.rate else None
+    lateness = summary.ttft_by_target if summary else {}
+    return SearchResult(
+        setup=search.setup(),
+        policy=search.policy,
+        variant=search.variant,
+        commit=commit,
+        g90=best.rate,
+        low=best.interval.low,
+        high=best.interval.high,
+        split=split_text(best.split) if best.rate else "",
+        refused_share=summary.refused / summary.requests if summary else 0.0,
+        lateness_p95=lateness.get("p95"),
+        lateness_p99=lateness.get("p99"),
+        lowest_decile=min(summary.deciles, default=0.0) if summary else 0.0,
+        requests=run.requests,
+        seconds=run.seconds,
+    )
+
+
+@cache
+def _trace(file: Path, head: float) -> Trace:
+    return load_trace(str(file)).head(head)
+
+
+def _read(search: PolicySearch, folder: Path) -> SearchResult | None:
+    """Return what an earlier call found; None: nothing. Raises SimulationError."""
+    file = search.file(folder)
+    if not file.exists():
+        return None
+    try:
+        result = msgspec.json.decode(file.read_bytes(), type=SearchResult)
+    except (msgspec.DecodeError, OSError) as error:
+        raise SimulationError(f"{file}: {error}; remove it, and it is searched again") from None
+    setup = json.loads(json.dumps(search.setup()))
+    if result.setup != setup:
+        raise SimulationError(
+            f"{file} has another set-up ({_difference(result.setup, setup)}): remove it, or give "
+            "another folder"
+        )
+    return result
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    key = next(key for key in {**there, **here} if there.get(key) != here.get(key))
+    return f"{key} {there.get(key)}, not {here.get(key)}"
+
+
+def _write(file: Path, result: SearchResult) -> None:
+    """Write a result whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1))
+    unfinished.replace(file)

@@ -1,0 +1,159 @@
+"""The table of `diptych bench policies`: our G90 in each cell beside the best rival's (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import exp, log
+from typing import Any
+
+from ....simulator.documents import OWN_POLICY
+from .searches import SearchResult
+
+
+class Verdict(StrEnum):
+    """How ours compares with the best rival, by the intervals of both."""
+
+    AHEAD = "ahead"  #: our interval is wholly above
+    TIE = "tie"  #: the intervals touch
+    BEHIND = "behind"  #: our interval is wholly below
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One cell."""
+
+    cell: str
+    ours: SearchResult
+    rivals: Sequence[SearchResult]  #: the best one first
+
+    @property
+    def best_rival(self) -> SearchResult:
+        return self.rivals[0]
+
+    @property
+    def ratio(self) -> float:
+        """Our G90 by the best rival's; 0 where neither holds a rate."""
+        return self.ours.g90 / self.best_rival.g90 if self.best_rival.g90 else 0.0
+
+    @property
+    def ratio_interval(self) -> tuple[float, float]:
+        """The least and the largest ratio that the intervals of both allow."""
+        rival = self.best_rival
+        if not rival.low:
+            return self.ratio, self.ratio
+        return self.ours.low / rival.high, self.ours.high / rival.low
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether ours is ahead, as far as the intervals tell."""
+        if self.ours.low > self.best_rival.high:
+            return Verdict.AHEAD
+        if self.ours.high < self.best_rival.low:
+            return Verdict.BEHIND
+        return Verdict.TIE
+
+
+def compare(results: Sequence[SearchResult]) -> list[Comparison]:
+    """Return a comparison for each cell that has a result of ours and one of a rival."""
+    cells: dict[str, list[SearchResult]] = {}
+    for result in results:
+        cells.setdefault(result.setup["name"], []).append(result)
+    comparisons = []
+    for cell, found in cells.items():
+        ours = [result for result in found if result.policy == OWN_POLICY]
+        rivals = [result for result in found if result.policy != OWN_POLICY]
+        if ours and rivals:
+            rivals.sort(key=lambda result: -result.g90)
+            comparisons.append(Comparison(cell, ours[0], rivals))
+    return comparisons
+
+
+def geometric_mean(ratios: Sequence[float]) -> float | None:
+    """Return the geometric mean; None of no ratios, or where one is 0."""
+    if not ratios or min(ratios) <= 0:
+        return None
+    return exp(sum(map(log, ratios)) / len(ratios))
+
+
+def document(comparisons: Sequence[Comparison], variant: str) -> dict[str, Any]:
+    """Return the table for scripts."""
+    return {
+        "variant": variant,
+        "geometric_mean": geometric_mean([row.ratio for row in comparisons]),
+        "cells": [
+            {
+                "cell": row.cell,
+                "ratio": row.ratio,
+                "ratio_interval": list(row.ratio_interval),
+                "verdict": row.verdict,
+                "ours": _figures(row.ours),
+                "rivals": [_figures(rival) for rival in row.rivals],
+            }
+            for row in comparisons
+        ],
+    }
+
+
+def _figures(result: SearchResult) -> dict[str, Any]:
+    return {
+        "policy": result.policy,
+        "g90_per_gpu": result.g90,
+        "interval": [result.low, result.high],
+        "split": result.split,
+        "refused_share": result.refused_share,
+        "ttft_by_target": {"p95": result.lateness_p95, "p99": result.lateness_p99},
+        "lowest_decile": result.lowest_decile,
+    }
+
+
+def markdown(comparisons: Sequence[Comparison], variant: str) -> str:
+    """Return the page: ours beside the best rival, what ours costs its requests, and every rate."""
+    if not comparisons:
+        return "No cell has a result of ours and of a rival.\n"
+    first = comparisons[0].ours
+    lines = [
+        f"G90, requests/s per GPU, at which 90 % meet their targets; variant {variant}, "
+        f"{first.setup['seeds']} seeds, the best split of each.",
+        "",
+        "| cell | ours | the best rival | ratio | |",
+        "|---|---|---|---|---|",
+    ]
+    for row in comparisons:
+        low, high = row.ratio_interval
+        rival = row.best_rival
+        lines.append(
+            f"| {row.cell} | {_rate(row.ours)} | {rival.policy} {_rate(rival)} "
+            f"| {row.ratio:.2f} ({low:.2f} to {high:.2f}) | {row.verdict} |"
+        )
+    mean = geometric_mean([row.ratio for row in comparisons])
+    if mean is not None:
+        lines += ["", f"Geometric mean of the ratios: {mean:.2f}."]
+    lines += ["", "At our own G90; TTFT by its target, over all offered requests:", ""]
+    lines += ["| cell | refused | TTFT p95 | TTFT p99 | met of the worst tenth of lengths |"]
+    lines += ["|---|---|---|---|---|"]
+    lines += [_own_row(row.ours) for row in comparisons]
+    policies = sorted({result.policy for row in comparisons for result in row.rivals})
+    lines += ["", "All rates:", "", "| cell | diptych | " + " | ".join(policies) + " |"]
+    lines += ["|---|---|" + "---|" * len(policies)]
+    for row in comparisons:
+        rates = {rival.policy: f"{rival.g90:.3f} {rival.split}" for rival in row.rivals}
+        cells = [f"{row.ours.g90:.3f} {row.ours.split}"]
+        cells += [rates.get(policy, "-") for policy in policies]
+        lines.append(f"| {row.cell} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _rate(result: SearchResult) -> str:
+    return f"{result.g90:.3f} ({result.low:.3f} to {result.high:.3f}) {result.split}"
+
+
+def _own_row(ours: SearchResult) -> str:
+    """Return a cell's row of what our policy costs the requests that it serves late or refuses."""
+    lateness = [
+        "refused" if value is None else f"{value:.1f}x"
+        for value in (ours.lateness_p95, ours.lateness_p99)
+    ]
+    figures = [f"{ours.refused_share:.1%}", *lateness, f"{ours.lowest_decile:.2f}"]
+    return f"| {ours.setup['name']} | " + " | ".join(figures) + " |"

@@ -44,9 +44,9 @@ class TraceShare:
 
 CONVERSATION = TraceShare("conversation", "mooncake_conv_0_20min.jsonl.gz", 0.3)
 SYNTHETIC = TraceShare("synthetic", "mooncake_synth_0_500s.jsonl.gz", 0.4)
-AZURE_CODE = TraceShare("azure-code", "azure2023_code_0_25min.jsonl.gz", 0.3)
-AZURE_CONVERSATION = TraceShare("azure-conversation", "azure2023_conv_0_25min.jsonl.gz", 0.1)
-AGENTS = TraceShare("agents", "agent_sessions_even.jsonl.gz", 0.3)
+AZURE_CODE = TraceShare("azure-code", "azure2023_code_0_25min.jsonl.gz", 0.08)
+AZURE_CONVERSATION = TraceShare("azure-conversation", "azure2023_conv_0_25min.jsonl.gz", 0.03)
+AGENTS = TraceShare("agents", "agent_sessions_even.jsonl.gz", 0.2)
 
 
 def _cell(share: TraceShare, targets: str, name: str = "", **fleet: object) -> Cell:

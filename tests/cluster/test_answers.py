@@ -16,6 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from tests.support.examples import examples
+
 TEXTS = st.text(st.sampled_from("ab 日本👩‍👩‍👧‍👦🇩🇪é\n<"), max_size=12)
 
 
@@ -51,7 +53,7 @@ def said(deltas: list[TextDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.randoms(use_true_random=False))
 def test_answers_that_come_interleaved_come_out_whole(
     texts: list[str], order: random.Random
@@ -66,7 +68,7 @@ def test_answers_that_come_interleaved_come_out_whole(
     assert not any(answer.stopped_early for answer in request.answers)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.integers(0, 1535), min_size=1, max_size=24), st.randoms(use_true_random=False))
 def test_deltas_of_any_ids_are_the_text_of_all_of_them(
     ids: list[int], order: random.Random
@@ -78,7 +80,7 @@ def test_deltas_of_any_ids_are_the_text_of_all_of_them(
         assert [token.id for delta in got[0] for token in delta.tokens] == ids
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     TEXTS,
     TEXTS,
@@ -159,7 +161,7 @@ def byte_tokenizer(folder: Path) -> Path:
     return folder
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.lists(st.integers(0, 260), max_size=24))
 @example([2, 5 + 10, 5 + 0xE6, 3])  # an incomplete character behind a line break
 @example([5 + 0xE6] * 24)

@@ -21,6 +21,8 @@ from diptych.cluster.gateway.text.formats.registry import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 WEATHER = '{"name": "weather", "arguments": {"city": "Köln"}}'
 CALL = f"<tool_call>\n{WEATHER}\n</tool_call>"
 MADE = ToolCall("weather", '{"city": "Köln"}')
@@ -259,7 +261,7 @@ texts = st.builds(
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA3, None])
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     text=texts,
     sizes=st.lists(st.integers(1, 6), max_size=60),

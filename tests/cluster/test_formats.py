@@ -42,6 +42,8 @@ from diptych.cluster.gateway.text.sandbox import TemplateSandbox
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 SCHEMAS: dict[str, dict[str, Any]] = {
     "weather": {
         "type": "object",
@@ -556,7 +558,7 @@ FRAGMENTS = sorted(
 
 
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS, ids=lambda tool_format: tool_format.name)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=14),
     sizes=st.lists(st.integers(1, 9), max_size=80),

@@ -32,6 +32,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request as HttpRequest
 from tokenizers import Tokenizer, decoders, models
 
+from tests.support.examples import examples
+
 TEXT = ChatTokenizer(CHECKPOINT)
 SAID = "Grüße 👩‍💻🇩🇪, 你好，世界! STOP here — café."
 
@@ -359,7 +361,7 @@ async def test_writers_that_share_a_body_lose_nothing_when_the_client_is_slow() 
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_text_by_pieces_is_the_tokenizer_s_whatever_the_ids_and_their_splits(data: Any) -> None:
     special = st.integers(0, 8)
     ids = data.draw(
@@ -376,7 +378,7 @@ def test_text_by_pieces_is_the_tokenizer_s_whatever_the_ids_and_their_splits(dat
 
 
 @given(st.text(st.characters(codec="utf-8"), max_size=60))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_characters_of_several_tokens_come_whole(text: str) -> None:
     stream = TEXT.detokenizer()
     parts = [stream.feed([token]) for token in TEXT.encode(text, add_special_tokens=False)]
@@ -415,7 +417,7 @@ def same(text: str) -> bool:
 
 
 @given(st.lists(WORDS, max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_ids_are_the_tokenizer_s(words: list[str]) -> None:
     assert same("".join(words))
 

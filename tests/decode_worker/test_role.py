@@ -26,6 +26,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
+from tests.support.examples import examples
 from tests.support.roles import GatewayOfRole
 
 KEY = ("r", 0)
@@ -443,5 +444,5 @@ class Life(GatewayOfRole):
         assert bool(self.role.attempts) == (self.ends == 0)
 
 
-Life.TestCase.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+Life.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=30, deadline=None)
 TestLife = Life.TestCase

@@ -10,6 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.examples import examples
+
 CONTENT = [bytes([i]) * 16 for i in range(8)]
 USABLE = 4  #: blocks of the model's pool: few, so that evictions are frequent
 
@@ -266,5 +268,5 @@ class Pool(RuleBasedStateMachine):
         assert self.pool.cached_blocks == len(set(self.sealed.values()) - used)
 
 
-Pool.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+Pool.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
 TestPool = Pool.TestCase

@@ -20,6 +20,7 @@ from diptych.protos.frames import Grammar, Sampling, ScoredToken, Token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.lazy import LazyModule
 
 transformers = LazyModule("transformers")
@@ -190,7 +191,7 @@ def reference(logits: torch.Tensor, seq: Sequence) -> int:
     return int((chain(ids, scores)[0] + torch.from_numpy(noise)).argmax())
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(PARAMETERS, IDS.filter(len), IDS, st.integers(0, 1000))
 def test_the_chosen_id_is_that_of_transformers(
     sampling: Sampling, prompt: list[int], answer: list[int], seed: int

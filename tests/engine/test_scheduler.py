@@ -9,6 +9,8 @@ from diptych.protos.frames import Sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 from .pure import STOP, carry_out, chunks, names, scheduler, seq, transferred
 
 # ---- prefill -------------------------------------------------------------------------------------
@@ -457,7 +459,7 @@ arrival = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     arrivals=st.lists(arrival, max_size=10),
     blocks=st.integers(8, 30),  # one sequence needs 8 at most: (250 + 200 + 63) // 64

@@ -27,6 +27,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.support.examples import examples
+
 SIZE = 4  #: tokens of a block
 LONGEST = 28  #: ids of a sequence at its end, 7 blocks
 SALT = b"salt"
@@ -356,7 +358,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestScheduler = Machine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.long

@@ -12,6 +12,8 @@ from diptych.kv_transfer.fan import Fan, RankCommand
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
+
 X, P, D = "request#0", "prefill", "decode"
 PAIRS = [(1, 1), (1, 2), (2, 1), (2, 2), (2, 4)]  #: ranks of the prefill and the decode worker
 LANES = {
@@ -281,7 +283,7 @@ class Lanes:
                 assert not (ends and self.open), f"{action} while {self.open}"
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(PAIRS), st.booleans(), st.data())
 def test_in_any_order_the_whole_ends_once_and_never_while_a_lane_is_open(ranks, sink, data):
     lanes = Lanes(ranks, sink)

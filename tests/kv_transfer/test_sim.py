@@ -1,4 +1,4 @@
-"""Tickets through a hostile network: what `tickets` and `fan` promise, on a thousand schedules.
+"""Tickets through a hostile network: what `tickets` and `fan` promise, on many schedules.
 
 No block is written after it was freed or landed, none is lost; a ticket lands only with the KV that
 its source pushed for this very reservation; every ticket ends once at both ends, once messages get
@@ -18,11 +18,13 @@ from diptych.kv_transfer import messages as m
 from diptych.kv_transfer import tickets as t
 from diptych.kv_transfer.fan import Fan
 
+from tests.support.examples import examples
+
 from .sim import KINDS, LIMITS, RANKS, D, P, Plan, Simulation
 from .sim_network import FATES, Weather
 
 ONE = os.environ.get("KV_SIM_SEED")
-COMMAND = "KV_SIM_SEED={seed} .venv/bin/python -m pytest tests/kv_transfer/test_sim.py -k 1000"
+COMMAND = "KV_SIM_SEED={seed} .venv/bin/python -m pytest tests/kv_transfer/test_sim.py -k many"
 several_seeds = pytest.mark.skipif(ONE is not None, reason="one seed is played")
 
 
@@ -44,8 +46,8 @@ def run(simulation, what, replay):
         pytest.fail(f"{events}\n{what}: {error!r}\nreplay: {replay}", pytrace=False)
 
 
-def test_1000_seeds():
-    seen = play(range(1000))
+def test_many_seeds():
+    seen = play(range(examples(1000)))
     usual = {"landed", "landed in part", "held", "closed", "aborted", "checksum", "timeout"}
     usual |= {
         "peer_lost",

@@ -9,6 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.support.examples import examples
+
 from .tiers_support import name
 
 A, B, C, D, E = (name(n) for n in range(5))
@@ -253,7 +255,7 @@ class EvictionMachine(IndexMachine):
         assert all(self.index.count_held([content]) != (0, 0) for content in self.pins)
 
 
-IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
-EvictionMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=60)
+IndexMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
+EvictionMachine.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
 TestIndex = IndexMachine.TestCase
 TestEviction = EvictionMachine.TestCase

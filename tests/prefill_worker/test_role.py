@@ -24,6 +24,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
+from tests.support.examples import examples
 from tests.support.roles import GatewayOfRole
 
 KEY = ("r", 0)
@@ -370,5 +371,5 @@ class Life(GatewayOfRole):
         assert not self.released_while_written
 
 
-Life.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+Life.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=25, deadline=None)
 TestLife = Life.TestCase

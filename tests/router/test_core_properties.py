@@ -31,6 +31,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.support.examples import examples
+
 WORKERS = ["prefill/a", "prefill/b", "decode/x", "decode/y", "mixed/m"]
 COST = Coefficients(0.01, 5e-4, 1e-8, 0.01, 1e-4, 5e-3, 1e-6, 1e-3, 1e-5, 0.1)
 GATEWAYS = ["g", "h"]
@@ -388,11 +390,13 @@ class World(RuleBasedStateMachine):
         assert seen["bound"] == fates.count("placed")
 
 
-def world(policy: str, disaggregate: str, examples: int) -> type:
+def world(policy: str, disaggregate: str, count: int) -> type:
     """The machine for one configuration, as a test case."""
     made = type(f"World_{policy}_{disaggregate}", (World,), {})
     made.config = replace(CONFIG, policy=policy, disaggregate=disaggregate)
-    made.TestCase.settings = settings(max_examples=examples, stateful_step_count=50, deadline=None)
+    made.TestCase.settings = settings(
+        max_examples=examples(count), stateful_step_count=50, deadline=None
+    )
     return made.TestCase
 
 

@@ -25,14 +25,33 @@ torch.set_num_threads(1)
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-#: Files and folders whose tests start clusters: a scheduler of xdist sees names, and no marks.
-CLUSTER_TESTS = (
-    "tests/live/",
-    "tests/test_readme.py",
-    "tests/test_examples.py",
-    "tests/test_install.py",
-    "tests/cluster/test_bench_live.py",
-)
+#: Files and folders whose tests go to one process, by what they share: a scheduler of xdist sees
+#: names, and no marks.
+SHARED_PROCESSES = {
+    # They start clusters. Most share one, and two that start at once on two cores overload Ray.
+    "clusters": (
+        "tests/live/",
+        "tests/test_readme.py",
+        "tests/test_examples.py",
+        "tests/test_install.py",
+        "tests/cluster/test_bench_live.py",
+    ),
+    # They import transformers, which takes eight seconds.
+    "transformers": (
+        "tests/engine/test_errors.py",
+        "tests/engine/test_golden.py",
+        "tests/engine/test_sampler.py",
+        "tests/engine/test_sampling.py",
+    ),
+    # They import clients of OpenAI and Anthropic, which take three seconds each.
+    "clients": (
+        "tests/cluster/test_anthropic.py",
+        "tests/cluster/test_lenient.py",
+        "tests/cluster/test_published_shapes.py",
+        "tests/cluster/test_responses.py",
+        "tests/cluster/test_sdks.py",
+    ),
+}
 
 _make_ssl_context = httpx._transports.default.create_ssl_context
 _default_ssl_context = cache(_make_ssl_context)
@@ -80,17 +99,17 @@ def _without_other_clusters(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process a file at a time, and all tests with a cluster to one of the processes.
-
-    Most of these share one cluster, and two that start at once on two cores overload Ray.
-    """
+    """Give each process a file at a time, and all files of `SHARED_PROCESSES` that share to one."""
     from xdist.scheduler import LoadFileScheduling
 
-    class OneCluster(LoadFileScheduling):
+    class SharedProcesses(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "clusters" if nodeid.startswith(CLUSTER_TESTS) else super()._split_scope(nodeid)
+            for shared, names in SHARED_PROCESSES.items():
+                if nodeid.startswith(names):
+                    return shared
+            return super()._split_scope(nodeid)
 
-    return OneCluster(config, log) if config.getoption("dist") == "loadfile" else None
+    return SharedProcesses(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -53,7 +53,8 @@ class EnginePool(Pool, Protocol):
 
     layout: KVLayout  #: Where in a block the K and V of each layer, head and token are.
     block_bytes: int  #: Of one block, in all layers.
-    #: Makes checksums where the bytes are; None: the transfer makes them from `view`.
+    #: Makes checksums where the bytes are, as on a GPU; None: the transfer computes them from the
+    #: bytes in host memory, which the pool shows it (`Pool.view`).
     digester: Digester | None
 
 
@@ -163,7 +164,8 @@ class EngineLike(Protocol):
 
         `other_answers` are (index, first token id) of further answers to its prompt, which share
         that KV. `first_answer_ended` says that the sequence's own answer ended with its first
-        token. `waited_s` are the seconds since that token was sent.
+        token. `waited_s` are the seconds since that token was sent: the scheduler counts them as
+        part of the gap before the next one.
         """
         ...
 
@@ -226,8 +228,10 @@ class EngineLike(Protocol):
     def statistics(self) -> dict[str, Any]:
         """Returns a snapshot. Any thread.
 
-        It has the keys that `worker_metrics.py` and `vllm_metrics.py` (cluster/telemetry/) read, but
-        for the blocks `quarantined` and `orphaned`, which the worker adds. `kv_blocks` says how many
+        The keys are those of `Engine.statistics`: counts of sequences by state, of steps, tokens and
+        preemptions, and `kv_blocks`. Metrics read them (cluster/telemetry/). The worker adds the blocks
+        `quarantined` (a lost peer may still write them) and `orphaned` (held for an attempt that nobody
+        knows). `kv_blocks` says how many
         blocks are `free`, `active`, `cached`, `reserved`, `staged` and `demoting`, and the `total`,
         which is their sum.
         """
@@ -238,5 +242,6 @@ class EngineLike(Protocol):
         ...
 
 
-#: Loads the model and allocates the KV pool. Raises what `errors.py` lists.
+#: Loads the model and allocates the KV pool. Raises EngineError, one of `errors.py`: the checkpoint,
+#: the architecture, the options, the kernels or the memory will not do.
 OpenEngine: TypeAlias = Callable[[EngineOptions, ReportProgress | None], EngineLike]

@@ -186,7 +186,8 @@ class StepCost:
     def prefill_room(self, seconds: float, start: int, token_limit: int) -> int:
         """Returns how many prefill tokens from position `start` on take no longer than `seconds`.
 
-        They are `token_limit` at most, and 0 while the cost of prefill is not known. With n tokens,
+        They are `token_limit` at most. While the cost of prefill is not known they are 0, but for
+        infinite `seconds`, in which any number is prefilled. With n tokens,
         `prefill_s` is prompt_s + n (token_s + pair_s (start + 1/2)) + n^2 pair_s / 2; the root of
         linear n + square n^2 = c is n = 2c / (linear + sqrt(linear^2 + 4 square c)), also where
         square is 0.

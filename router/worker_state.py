@@ -119,8 +119,12 @@ class WorkerState:
 
     @property
     def active_requests(self) -> int:
-        """Pending prompts and decoding rows, which some baselines balance."""
-        return len(self.pending_prefills) + self.rows
+        """Pending prompts and decoding rows, which some baselines balance.
+
+        A prompt that is computed where it decodes has its row already.
+        """
+        elsewhere = sum(key not in self.reservations for key in self.pending_prefills)
+        return elsewhere + self.rows
 
     def backlog_s(self, now: float) -> float:
         """Return the seconds until all pending prompts are computed."""

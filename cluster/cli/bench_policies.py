@@ -46,7 +46,7 @@ def policies(
     from ...simulator.documents import OWN_POLICY
     from ...simulator.study import parse_policies
     from ..bench.policies import table
-    from ..bench.policies.cells import chosen_cells
+    from ..bench.policies.cells import GROUPS, chosen_cells
     from ..bench.policies.searches import PolicySearch, run_searches
 
     if variant not in tuple(Variant):
@@ -83,5 +83,6 @@ def policies(
     document = table.document(comparisons, variant)
     page = table.markdown(comparisons, variant)
     typer.echo(json.dumps(document, indent=2) if output == "json" else page.rstrip())
-    save(folder / f"{variant}.json", json.dumps(document, indent=2))
-    save(folder / f"{variant}.md", page)
+    if cells in GROUPS and not policy:  # a whole table: its pages are not those of a part of it
+        save(folder / f"{cells}.{variant}.json", json.dumps(document, indent=2))
+        save(folder / f"{cells}.{variant}.md", page)

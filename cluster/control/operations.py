@@ -173,6 +173,8 @@ class Operations:
             raise ApiError("invalid_request", "no pool is named: give prefill, decode or both")
         async with self._order_lock:
             pools = await self._observe_pools()
+            # On Kubernetes the chart's values say other replica counts than this configuration, and
+            # the order is judged by those.
             refusal = orders.scale_refusal(with_values_replicas(self.config, pools), counts)
             if refusal:
                 raise ApiError("invalid_request", refusal)

@@ -40,8 +40,13 @@ Message = TypeVar("Message")
 class AdminService:
     """The methods of `diptych.v1.Admin`, and `Check` of gRPC's health service.
 
-    `operations` carries out what the methods say; `guard` checks the caller's key. The fields of
-    requests and responses are explained in protos/admin.proto.
+    `operations` carries out what the methods say; `guard` checks the caller's key. Every field of
+    requests and responses is explained in protos/admin.proto.
+
+    `Status` says what is `missing` until the cluster serves. `Scale` sets replica counts of pools.
+    `Drain` gives a replica nothing new, `hand_over` lets what runs there go on elsewhere at once, and
+    `force` drains the last replica of a role too; `Undrain` takes that back. `Flip` gives a replica
+    another role. `Explain` returns the router's decisions on the attempts of one request.
     """
 
     def __init__(self, operations: ClusterOperations, guard: AdminGuard) -> None:

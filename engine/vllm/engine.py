@@ -89,6 +89,8 @@ class VllmEngine:
         self._registered_pools: list[VllmPool] = []
         self._layer_numbers: dict[str, int] = {}
         self._core = start_core(options, self._name)
+        # vLLM keeps the connector of the model in a global of the process. An engine takes its own
+        # out of it, and puts it back before each step, so that several engines can be in one process.
         self._connector = take_worker_connector()
         if progress:
             progress("vLLM has the weights", 1.0)
@@ -125,6 +127,8 @@ class VllmEngine:
         facts = read_facts(options.model_folder)
         self._grammars = GrammarCompiler(options.model_folder, facts.vocabulary, facts.end_ids)
         self.announce_filled: Callable[[list[BlocksFilled]], None] = lambda filled: None
+        # How many leading blocks of a prefix the tiers below the pool hold. Part of every engine's
+        # interface; nobody sets another function here, as these tiers are refused with vLLM.
         self.count_tier_blocks: Callable[[list[bytes]], int] = no_tier_blocks
 
         self._requests: dict[str, HostedRequest] = {}  #: By vLLM's id, until nothing holds blocks.
@@ -165,6 +169,7 @@ class VllmEngine:
 
     @property
     def rank_sockets(self) -> list[Any]:
+        """Sockets to the processes of ranks above 0: none, as vLLM runs in this process alone."""
         return []
 
     @property
@@ -291,7 +296,8 @@ class VllmEngine:
         """Decodes a sequence whose KV has arrived.
 
         `other_answers`: (index, first id) of further answers to its prompt. `first_answer_ended`:
-        the sequence itself ended with its first id. `waited_s`: since that id was sent.
+        the sequence itself ended with its first id. `waited_s`: since that id was sent; it counts
+        as part of the sequence's first gap, for which steps are kept short.
         """
         request_id = request_id_of(sequence.attempt_key, 0)
         request = self._requests.get(request_id)
@@ -308,7 +314,8 @@ class VllmEngine:
             # It begins when vLLM has cached the blocks that have arrived: then it shares them.
             request.waiting_forks.append(fork)
         if first_answer_ended:
-            # It goes on until vLLM has taken note of the arrival, and caches its blocks.
+            # It goes on until vLLM has taken note of the arrival, and caches its blocks. Then it ends,
+            # as a sequence does whose grammar is complete, whether it has a grammar or not.
             sequence.grammar_complete = True
 
     def release(self, attempt_key: AttemptKey) -> None:
@@ -429,6 +436,7 @@ class VllmEngine:
         request.state = RequestState.RECEIVING
         request.blocks = list(blocks)
         held_tokens = request.start_tokens - arriving_tokens
+        # Blocks that this pool held: their hashes were told to the routers when they were filled.
         request.sequence.published_blocks = held_tokens // self.limits.block_tokens
         request.sequence.hit_tokens = held_tokens
         self._answers.append(
@@ -525,7 +533,8 @@ class VllmEngine:
             sequences.append(request.sequence)
         if not rows:
             return
-        # One copy of the chosen rows: `_leave_only` writes into `logits` while they are read.
+        # One copy of the chosen rows for all of them; `_draw_further` reads a row of `logits` before
+        # `_leave_only` overwrites it.
         tokens = sample_tokens(logits[rows], sequences, self._grammars)
         for row, token in zip(rows, tokens, strict=True):
             request = self._requests[request_ids[row]]
@@ -650,7 +659,8 @@ class VllmEngine:
         scores = _prompt_scores(sequence, output.new_prompt_logprobs_tensors)
         events = self._book_token(sequence, drawn, scores)
         self._name_new_blocks(request)
-        finished = sequence.finish_reason() is not None or output.finished
+        is_full = len(sequence.token_ids) >= self.max_model_len
+        finished = sequence.finish_reason() is not None or is_full or output.finished
         if finished or sequence.stop_after_first or isinstance(drawn, SamplingFault):
             self._end(request)
         for fork, first in further:
@@ -756,7 +766,10 @@ class VllmEngine:
     # ---- what others see ---------------------------------------------------------------------
 
     def observe(self) -> EngineObservation:
-        """Returns the cached contents, what changed in them since the last call, and the load."""
+        """Returns the cached contents that routers look up, what changed in them, and the load.
+
+        What changed is since the last call.
+        """
         self._prefixes.take_events(self._scheduler.kv_cache_manager.take_events())
         stored, evicted = self._names.drain()
         counters = self._counters
@@ -780,7 +793,11 @@ class VllmEngine:
         return [request.vllm_request for request in self._requests.values()]
 
     def block_holders(self) -> Iterator[tuple[AttemptKey, int]]:
-        """Yields each attempt that has blocks, with their number. Any thread."""
+        """Yields each attempt that has blocks, with their number, once for each use. Any thread.
+
+        Callers add up what an attempt is yielded with; blocks that it both runs on and has pinned
+        count twice then.
+        """
         for request in list(self._requests.values()):
             if request.state is RequestState.HELD:
                 continue  # its pins are counted below
@@ -812,7 +829,7 @@ class VllmEngine:
             "cores": list(self.options.cores),
             "waiting": waiting,
             "prefilling": prefilling,
-            "ready": 0,
+            "ready": 0,  # whose KV has arrived and that wait for a place; vLLM counts them as waiting
             "running": sum(request.is_decoding for request in requests),
             "preemptions": self._preemptions,
             "drafted": 0,

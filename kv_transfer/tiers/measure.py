@@ -27,7 +27,8 @@ from .service import TieredStore, TierLimits
 
 ROUNDS = 5
 COMPATIBILITY = bytes(16)  #: stands for the hash of a model and its layout
-#: Rows in which each block is verified once.
+#: Rows in which each block's checksum is computed once. A block is checked when it enters the memory
+#: store, so that no damage from the pool is kept; it goes on to the disk with that checksum.
 VERIFIED_ROWS = ("memory store", "memory load", "disk read, cached", "disk read, cold")
 
 

@@ -15,26 +15,31 @@ from ..request_queue import QueuedRequest
 from ..worker_state import WorkerState
 from .policy import EarlyPolicy
 
-SPREAD_MAX = 16  #: requests: with a larger difference the worker with the fewest gets the next
+#: Differences in requests with which the worker with the fewest gets the next: of the pools, and on
+#: mixed workers.
+PREFILL_SPREAD = 17
+DECODE_SPREAD = 16
+MIXED_SPREAD = 9
 THROUGHPUT_SPREAD_MAX = 2048.0  #: tokens/s: with a larger one the decode worker with the least
-PREFILL_DEVIATIONS = 1.0  #: above the mean, by standard deviations: a busier worker is passed over
-MIXED_DEVIATIONS = 2.0  #: the same on mixed workers
 MISS_COST = 0.1  #: for each percent of the prompt that is not cached
 LEAST_FREE_PERCENT = 0.1  #: of a full KV pool
+MORE_THAN_REQUESTS = 100_000  #: a percent counts for more than any number of requests
 
 
-def fewest_alone(counts: Sequence[int]) -> list[float] | None:
-    """Return costs by which the fewest requests win, if the counts differ too much; else None."""
-    if max(counts, default=0) - min(counts, default=0) <= SPREAD_MAX:
+def fewest_alone(counts: Sequence[int], spread: int) -> list[float] | None:
+    """Return costs by which the fewest requests win, if the counts differ by `spread`; else None."""
+    if max(counts) - min(counts) < spread:
         return None
     return [float(count) for count in counts]
 
 
-def busiest_allowed(counts: Sequence[int], deviations: float) -> float:
-    """Return the mean of the counts and so many of their standard deviations."""
+def busiest_allowed(counts: Sequence[int]) -> float:
+    """Return the mean of the counts and one standard deviation: a busier worker is passed over."""
     mean = sum(counts) / len(counts)
-    variance = sum((count - mean) ** 2 for count in counts) / len(counts)
-    return mean + deviations * sqrt(variance)
+    if len(counts) == 1:
+        return mean
+    variance = sum((count - mean) ** 2 for count in counts) / (len(counts) - 1)
+    return mean + sqrt(variance)
 
 
 class Aibrix(EarlyPolicy):
@@ -46,10 +51,10 @@ class Aibrix(EarlyPolicy):
         if not workers:
             return []
         counts = [len(worker.pending_prefills) for worker in workers]
-        unbalanced = fewest_alone(counts)
+        unbalanced = fewest_alone(counts, PREFILL_SPREAD)
         if unbalanced is not None:
             return unbalanced
-        limit = busiest_allowed(counts, PREFILL_DEVIATIONS)
+        limit = busiest_allowed(counts)
         most = max(1, *counts)
         costs = []
         for worker, count in zip(workers, counts, strict=True):
@@ -64,16 +69,15 @@ class Aibrix(EarlyPolicy):
         if not workers:
             return []
         counts = [worker.active_requests for worker in workers]
-        unbalanced = fewest_alone(counts)
+        unbalanced = fewest_alone(counts, MIXED_SPREAD)
         if unbalanced is not None:
             return unbalanced
-        limit = busiest_allowed(counts, MIXED_DEVIATIONS)
-        most = max(1, *counts)
+        limit = busiest_allowed(counts)
         costs = []
         for worker, count in zip(workers, counts, strict=True):
-            cached_share = request.cached_tokens(worker) / request.prompt_tokens
+            cached_percent = 100 * request.cached_tokens(worker) // request.prompt_tokens
             # The longest match wins, and of equal ones the fewest requests.
-            cost = (1.0 - cached_share) * 2 * most + count / most
+            cost = float((100 - cached_percent) * MORE_THAN_REQUESTS + count)
             costs.append(cost if count <= limit else inf)
         return costs
 
@@ -83,7 +87,7 @@ class Aibrix(EarlyPolicy):
         if not workers:
             return []
         counts = [worker.rows for worker in workers]
-        unbalanced = fewest_alone(counts)
+        unbalanced = fewest_alone(counts, DECODE_SPREAD)
         if unbalanced is not None:
             return unbalanced
         throughputs = [worker.rows / worker.step_s if worker.step_s else 0.0 for worker in workers]

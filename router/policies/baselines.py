@@ -18,8 +18,8 @@ from math import inf
 
 import xxhash
 
-from ..costs import PrefillSpan, local_first_token_s, plan_prefill
-from ..placer import NO_CHUNK_ROOM_S, Placement, Placer
+from ..costs import PrefillSpan
+from ..placer import Placement, Placer
 from ..request_queue import QueuedRequest
 from ..worker_state import WorkerState
 from .policy import EarlyPolicy
@@ -50,15 +50,6 @@ def two_random_choices(
     return costs
 
 
-def first_token_beside_decode_s(request: QueuedRequest, worker: WorkerState, now: float) -> float:
-    """Return the seconds to the first token on a worker that decodes in the same steps."""
-    plan = plan_prefill(request, worker)
-    ready_s = local_first_token_s(request, worker, plan, now)
-    if ready_s < inf:
-        return ready_s
-    return NO_CHUNK_ROOM_S + worker.backlog_s(now) + plan.compared_s
-
-
 class MinTtft(EarlyPolicy):
     """Chooses as `EarlyPolicy` does by default.
 
@@ -68,7 +59,7 @@ class MinTtft(EarlyPolicy):
     def mixed_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
     ) -> list[float]:
-        return [first_token_beside_decode_s(request, worker, now) for worker in workers]
+        return [self.local_first_token_s(request, worker, now) for worker in workers]
 
 
 class RoundRobin(EarlyPolicy):
@@ -303,7 +294,7 @@ class Mooncake(EarlyPolicy):
     def mixed_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
     ) -> list[float]:
-        return [first_token_beside_decode_s(request, worker, now) for worker in workers]
+        return [self.local_first_token_s(request, worker, now) for worker in workers]
 
     def decode_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan

@@ -3,13 +3,15 @@
 Its router (the endpoint picker) is a chain of filters, scorers and a picker that operators put
 together. Two chains are here, with the defaults of each part:
 
-- `LlmD`: the prefix affinity filter and the token load for prefill, active requests for decode, and
-  flow control with `slo-deadline-ordering-policy`. On mixed workers the chart's default: the queue,
-  the KV in use and the prefix, weighted 2, 2 and 3.
+- `LlmD`: for prefill the prefix affinity filter and the token load, for decode active requests, as
+  its guide for both pools puts them together, and flow control with `slo-deadline-ordering-policy`,
+  which is off by default. On mixed workers the chart's default: the queue, the KV in use and the
+  prefix, weighted 2, 2 and 3.
 - `LlmDLatency`: the chart's chain with its latency predictor. The predictor is ours, which knows the
   workers' speeds; llm-d's is learned.
 
-What llm-d explores by chance, one request in a hundred, is left out.
+Left out: what llm-d explores by chance, one request in a hundred; and its decider, by which a decode
+worker computes a prompt of which fewer than 16 tokens are not cached there.
 """
 
 from __future__ import annotations
@@ -19,11 +21,9 @@ from math import inf
 
 import xxhash
 
-from ..costs import PrefillSpan, plan_prefill
-from ..placer import NO_CHUNK_ROOM_S
+from ..costs import PrefillSpan
 from ..request_queue import QueuedRequest
 from ..worker_state import WorkerState
-from .baselines import first_token_beside_decode_s
 from .policy import EarlyPolicy
 
 # prefix-cache-affinity-filter
@@ -48,6 +48,7 @@ PREFIX_WEIGHT = 3.0
 TTFT_WEIGHT = 0.8
 TPOT_WEIGHT = 0.2
 HIGHEST_SCORE = 100
+LEAST_SPREAD_S = 1e-9  #: latencies that differ by no more are the same
 
 
 def prefix_shares(request: QueuedRequest, workers: Sequence[WorkerState]) -> list[float]:
@@ -88,22 +89,28 @@ def kv_share_in_use(worker: WorkerState) -> float:
     return worker.reserved_blocks / worker.card.blocks if worker.card.blocks else 0.0
 
 
+def pressure(workers: Sequence[WorkerState]) -> float:
+    """Return how busy a pool is: 1 where it is saturated, 0 where it has no workers."""
+    if not workers:
+        return 0.0
+    shares = [
+        max(waiting_prompts(worker) / QUEUE_DEPTH, kv_share_in_use(worker) / KV_SHARE)
+        for worker in workers
+    ]
+    return sum(shares) / len(shares)
+
+
 class LlmD(EarlyPolicy):
     """Prefix affinity, then the fewest tokens in flight; and a queue in order of deadlines.
 
-    Flow control holds all requests back while the fleet is saturated, as the mean over its workers
-    of max(waiting prompts / 5, KV in use / 0.8) reaches 1, and lets the earliest deadline go first.
+    Flow control holds all requests back while one of the pools is saturated, as the mean over its
+    workers of max(waiting prompts / 5, KV in use / 0.8) reaches 1, and lets the earliest deadline go
+    first.
     """
 
     def is_saturated(self) -> bool:
-        workers = [worker for worker in self.placer.fleet.by_slot if worker is not None]
-        if not workers:
-            return False
-        pressure = [
-            max(waiting_prompts(worker) / QUEUE_DEPTH, kv_share_in_use(worker) / KV_SHARE)
-            for worker in workers
-        ]
-        return sum(pressure) / len(pressure) >= 1.0
+        fleet = self.placer.fleet
+        return max(pressure(fleet.prefill_workers), pressure(fleet.decode_workers)) >= 1.0
 
     def in_order(self, requests: list[QueuedRequest]) -> list[QueuedRequest]:
         return sorted(requests, key=_deadline_of)
@@ -148,25 +155,24 @@ class LlmDLatency(EarlyPolicy):
 
     *Headroom* is the target minus the prediction. Workers that meet the targets come first, and of
     these the ones that just do: the others stay free for later requests. Where none does, idle
-    workers come first, then those that miss by least.
+    workers come first, then those that miss the target between tokens alone, then those that miss
+    the one to the first token alone, and of these the ones that miss by least.
     """
 
     def prefill_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
     ) -> list[float]:
-        ready_s = [
-            worker.backlog_s(now) + plan_prefill(request, worker).seconds for worker in workers
-        ]
+        ready_s = [self.first_token_s(request, worker, now) for worker in workers]
         headrooms = [[request.deadline - now - seconds] for seconds in ready_s]
         return self._choose(request, workers, ready_s, headrooms, [1.0], "prefill")
 
     def mixed_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
     ) -> list[float]:
-        ready_s = [first_token_beside_decode_s(request, worker, now) for worker in workers]
+        ready_s = [self.local_first_token_s(request, worker, now) for worker in workers]
         headrooms = [
             [
-                request.deadline - now - min(seconds, NO_CHUNK_ROOM_S),
+                request.deadline - now - seconds,
                 request.itl_s - worker.step_with(request.kv_tokens_read),
             ]
             for worker, seconds in zip(workers, ready_s, strict=True)
@@ -210,7 +216,7 @@ class LlmDLatency(EarlyPolicy):
             kept = sticky_positions(kept, shares, ready_s, STICKY_SHARE, PREDICTED_PENALTY_S)
         if not in_time:
             idle = [position for position in kept if not workers[position].active_requests]
-            kept = idle or kept
+            kept = idle or least_severe(kept, headrooms)
         scores = closeness_scores([headrooms[position] for position in kept], weights)
         name = f"{request.attempt_key}|{stage}"
         draw = xxhash.xxh3_64_intdigest(name.encode(), self.placer.config.seed) % sum(scores)
@@ -220,6 +226,19 @@ class LlmDLatency(EarlyPolicy):
                 costs[position] = 0.0
                 break
         return costs
+
+
+def least_severe(positions: list[int], headrooms: Sequence[Sequence[float]]) -> list[int]:
+    """Return the workers of the least severe kind of miss: only the last latency, only the first,
+    both.
+    """
+
+    def severity(position: int) -> tuple[bool, int]:
+        missed = [headroom < 0 for headroom in headrooms[position]]
+        return missed[0], sum(missed)
+
+    least = min(map(severity, positions))
+    return [position for position in positions if severity(position) == least]
 
 
 def closeness_scores(headrooms: Sequence[Sequence[float]], weights: Sequence[float]) -> list[int]:
@@ -234,7 +253,7 @@ def closeness_scores(headrooms: Sequence[Sequence[float]], weights: Sequence[flo
         sizes = [abs(headroom[number]) for headroom in headrooms]
         least = min(sizes)
         spread = max(sizes) - least
-        if spread <= 0.0:
+        if spread <= LEAST_SPREAD_S:
             continue
         total_weight += weight
         for position, size in enumerate(sizes):

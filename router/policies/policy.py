@@ -17,7 +17,13 @@ from heapq import nsmallest
 from math import inf
 from typing import Protocol
 
-from ..costs import PrefillSpan, cheapest_position, decode_candidate, plan_prefill
+from ..costs import (
+    PrefillSpan,
+    cheapest_position,
+    decode_candidate,
+    paced_prefill_s,
+    plan_prefill,
+)
 from ..decisions import PlacementKind
 from ..placer import OPTIONS, Placement, Placer, Rejection
 from ..request_queue import QueuedRequest
@@ -102,7 +108,7 @@ class EarlyPolicy:
         There is one cost for each of `workers`, in their order. By default this is the predicted
         time to the first token.
         """
-        return [self._first_token_s(request, worker, now) for worker in workers]
+        return [self.first_token_s(request, worker, now) for worker in workers]
 
     def decode_costs(
         self,
@@ -143,6 +149,27 @@ class EarlyPolicy:
 
     def placed(self, placement: Placement) -> None:
         """Note a placement that was made."""
+
+    # ---- what a derived class may ask ------------------------------------------------------------
+
+    def first_token_s(self, request: QueuedRequest, worker: WorkerState, now: float) -> float:
+        """Return the predicted seconds to the first token on a prefill worker.
+
+        It comes behind all prompts that the worker has; where they go by deadline, behind those that
+        are due earlier.
+        """
+        return self._wait_s(request, worker, now) + plan_prefill(request, worker).compared_s
+
+    def local_first_token_s(self, request: QueuedRequest, worker: WorkerState, now: float) -> float:
+        """Return the predicted seconds to the first token on a worker that decodes beside."""
+        plan = plan_prefill(request, worker)
+        prefill_s = paced_prefill_s(worker, plan.compared_s, request.itl_s)
+        return self._wait_s(request, worker, now) + prefill_s
+
+    def _wait_s(self, request: QueuedRequest, worker: WorkerState, now: float) -> float:
+        if self.placer.config.deadline_order:
+            return worker.wait_s(request.deadline, now)
+        return worker.backlog_s(now)
 
     # ---- the interface of a policy ---------------------------------------------------------------
 
@@ -207,8 +234,8 @@ class EarlyPolicy:
         placer = self.placer
         if request.local:
             workers = placer.allowed(request, placer.fleet.accepting_decode_workers())
-            deadline = self._deadline(request, 0.0, now)
-            return placer.place_local_on_best(request, workers, deadline, now)
+            local = placer.place_local_on_best(request, workers, self._deadline(request), now)
+            return self._put_behind_if_late(local, now)
         workers = placer.allowed(request, placer.fleet.prefill_workers)
         if placer.fleet.only_mixed:
             return self._place_on_one(request, workers, now)
@@ -217,16 +244,15 @@ class EarlyPolicy:
         if position is None:
             return None
         worker = workers[position]
-        remote_s = self._first_token_s(request, worker, now)
-        deadline = self._deadline(request, remote_s, now)
+        remote_s = self.first_token_s(request, worker, now)
         if placer.config.disaggregate == "auto":
-            local = placer.better_local(request, remote_s, deadline, now)
+            local = placer.better_local(request, remote_s, self._deadline(request), now)
             if local is not None:
-                return local
+                return self._put_behind_if_late(local, now)
         lateness_s = now + remote_s - request.deadline
         if self._refuses(request, lateness_s):
             return Rejection(request, lateness_s)
-        placement = self._pair(request, worker, deadline, now)
+        placement = self._put_behind_if_late(self._pair(request, worker, now), now)
         if placement is not None and placer.records_options:
             placement.prefill_candidates = self._named_prefill(request, workers, costs, now)
         return placement
@@ -246,30 +272,30 @@ class EarlyPolicy:
         if position is None:
             return None
         worker = workers[position]
-        ready_s = self._first_token_s(request, worker, now)
-        lateness_s = now + ready_s - request.deadline
+        lateness_s = now + self.local_first_token_s(request, worker, now) - request.deadline
         if self._refuses(request, lateness_s):
             return Rejection(request, lateness_s)
-        deadline = self._deadline(request, ready_s, now)
-        placement = self.placer.place_local(request, worker, deadline, now)
+        placement = self.placer.place_local(request, worker, self._deadline(request), now)
         if placement is not None and self.placer.records_options:
             placement.decode_candidates = self._named_prefill(request, workers, costs, now)
+        return self._put_behind_if_late(placement, now)
+
+    def _deadline(self, request: QueuedRequest) -> float:
+        """Return the prompt's deadline in its worker's order, if it can be in time."""
+        return request.deadline if self.placer.config.deadline_order else SAME_DEADLINE
+
+    def _put_behind_if_late(self, placement: Placement | None, now: float) -> Placement | None:
+        """Return the placement; where prompts go by deadline, a late one goes behind the others."""
+        if placement is None or not self.placer.config.deadline_order:
+            return placement
+        if now + placement.wait_s + placement.prefill_s > placement.request.deadline:
+            placement.deadline = now + OVERDUE_DEADLINE_S
         return placement
 
-    def _deadline(self, request: QueuedRequest, ready_s: float, now: float) -> float:
-        """Return the prompt's deadline in its worker's order; `ready_s`: until its first token."""
-        if not self.placer.config.deadline_order:
-            return SAME_DEADLINE
-        if now + ready_s > request.deadline:
-            return now + OVERDUE_DEADLINE_S
-        return request.deadline
-
-    def _pair(
-        self, request: QueuedRequest, worker: WorkerState, deadline: float, now: float
-    ) -> Placement | None:
+    def _pair(self, request: QueuedRequest, worker: WorkerState, now: float) -> Placement | None:
         """Return the placement on this prefill worker and the cheapest decode worker."""
         placer = self.placer
-        planned = placer.plan_prefill(request, worker, deadline, now)
+        planned = placer.plan_prefill(request, worker, self._deadline(request), now)
         blocks = placer.blocks_needed(request)
         allowed = placer.allowed(request, placer.fleet.accepting_decode_workers())
         workers = [other for other in allowed if other.reservable_blocks >= blocks]
@@ -317,12 +343,3 @@ class EarlyPolicy:
             for worker, cost in zip(workers, costs, strict=True)
             if cost < inf
         ]
-
-    def _first_token_s(self, request: QueuedRequest, worker: WorkerState, now: float) -> float:
-        """Return the predicted time to the first token: behind all that the worker has, or where
-        prompts go by deadline behind those that are due earlier.
-        """
-        wait_s = worker.backlog_s(now)
-        if self.placer.config.deadline_order:
-            wait_s = worker.wait_s(request.deadline, now)
-        return wait_s + plan_prefill(request, worker).compared_s

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -44,6 +46,12 @@ def result(policy: str, g90: float, low: float, high: float, cell: str = "a") ->
     setup = {"name": cell, "slo": "ttft=2s,itl=50ms", "seeds": 2}
     return SearchResult(
         setup, policy, "full", "", g90, low, high, "1P1D", 0.01, 1.5, None, 0.7, 100, 1.0
+    )
+
+
+def found_by(search: PolicySearch, commit: str) -> SearchResult:
+    return replace(
+        result(search.policy, 1.0, 0.9, 1.1), setup=search.setup(), variant=search.variant
     )
 
 
@@ -107,13 +115,65 @@ def test_the_page_names_the_best_rival_and_the_mean_of_the_ratios() -> None:
     assert "| 2.00 (1.71 to 2.32) | ahead |" in page and "| behind |" in page
     assert "Geometric mean of the ratios: 1.00." in page
     assert "| a | 1.0% | 1.5x | refused | 0.70 |" in page
+    assert "Searched at ." not in page
     assert document(comparisons, "full")["geometric_mean"] == pytest.approx(1.0)
 
 
 def test_a_rival_that_holds_no_rate_leaves_no_ratio() -> None:
     (row,) = compare([result("diptych", 1.0, 0.9, 1.1), result("dynamo", 0.0, 0.0, 0.0)])
-    assert row.ratio == 0.0 and row.verdict == Verdict.AHEAD
-    assert "Geometric mean" not in markdown([row], "full")
+    assert row.ratio is None and row.verdict == Verdict.AHEAD
+    page = markdown([row], "full")
+    assert "no rival holds a rate" in page and "Geometric mean" not in page
+
+
+def test_where_ours_holds_no_rate_the_mean_is_zero_and_not_left_out() -> None:
+    (row,) = compare([result("diptych", 0.0, 0.0, 0.0), result("dynamo", 1.0, 0.9, 1.1)])
+    assert row.verdict == Verdict.BEHIND
+    assert "Geometric mean of the ratios: 0.00." in markdown([row], "full")
+
+
+def test_a_rival_that_one_seed_does_not_hold_has_no_upper_ratio() -> None:
+    (row,) = compare([result("diptych", 1.0, 0.9, 1.1), result("dynamo", 0.5, 0.0, 0.6)])
+    assert row.ratio_interval == (1.5, inf)
+    assert json.loads(json.dumps(document([row], "full")))["cells"][0]["ratio_interval"][1] is None
+
+
+def test_a_rival_with_a_wider_interval_than_the_best_one_makes_a_tie() -> None:
+    rivals = [result("dynamo", 1.6, 1.5, 1.7), result("aibrix", 1.59, 1.2, 1.95)]
+    (row,) = compare([result("diptych", 2.0, 1.9, 2.1), *rivals])
+    assert row.best_rival.policy == "dynamo" and row.verdict == Verdict.TIE
+
+
+def test_who_is_named_twice_is_searched_once(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        searches_module, "find_g90", lambda search, commit: found_by(search, commit)
+    )
+    lines: list[str] = []
+    search = PolicySearch(CELL, traces, "diptych", "policy-only", 1)
+    found = run_searches([search, search], tmp_path, jobs=2, commit="", report=lines.append)
+    assert len(found) == 1 and lines[0].startswith("1 searches, 0")
+
+
+def test_a_search_that_fails_ends_the_others_and_loses_nothing(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search_or_fail(search: PolicySearch, commit: str) -> SearchResult:
+        if search.policy == "dynamo":
+            raise SimulationError("this one fails")
+        if search.policy == "mooncake":
+            time.sleep(600)
+        return found_by(search, commit)
+
+    monkeypatch.setattr(searches_module, "find_g90", search_or_fail)
+    wanted = [
+        PolicySearch(CELL, traces, policy, "full", 1)
+        for policy in ("diptych", "mooncake", "dynamo", "lmetric")
+    ]
+    with pytest.raises(SimulationError, match="this one fails"):
+        run_searches(wanted, tmp_path, jobs=2, commit="", report=print)
+    assert [search.policy for search in wanted if search.file(tmp_path).exists()] == ["diptych"]
 
 
 def test_cells_are_named_alone_or_in_groups() -> None:

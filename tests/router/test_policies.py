@@ -158,14 +158,14 @@ def test_llm_d_holds_requests_back_while_saturated_and_lets_the_earliest_deadlin
     None
 ):
     made = rig("llm_d")
-    # Of four workers each counts a quarter: ten prompts wait on both prefill workers.
-    for number in range(22):
+    # Five prompts wait behind the first one on both prefill workers; what decodes does not count.
+    for number in range(12):
         made.ask(f"load{number}", prompt=10)
     made.ask("late", prompt=10, ttft_s=9.0)
     made.ask("soon", prompt=10, ttft_s=1.0)
     assert "late" not in made.frames and "soon" not in made.frames
     placed: list[str] = []
-    for number in range(22):
+    for number in range(12):
         placed += made.first(f"load{number}", after=0.01)
         if "late" in placed:
             break
@@ -202,6 +202,38 @@ def test_aibrix_weighs_a_tenth_for_each_percent_against_the_load() -> None:
     assert chosen(made) == "prefill/b", "21 requests against none is out of balance"
 
 
+def test_llm_d_by_latency_prefers_whoever_only_decodes_too_slowly_if_all_are_late() -> None:
+    made = Rig(*(f"mixed/{name}" for name in "abc"), policy="llm_d_latency", itl_s=0.012)
+    for name, prompt in (("a", 10), ("b", 9000), ("c", 9000)):
+        others = [f"mixed/{other}" for other in "abc" if other != name]
+        for row in range(4):  # 4 rows: a step takes longer than 12 ms
+            made.ask(f"{name}{row}", prompt=prompt if row == 0 else 10, lost_workers=others)
+            if name == "a":
+                made.first(f"{name}{row}")
+    for number in range(20):
+        made.ask(f"r{number}", prompt=10, ttft_s=3.0)
+        assert made.frames[f"r{number}"].decode_worker == "mixed/a", "its first token is in time"
+        made.first(f"r{number}")
+        made.over(f"r{number}", reason="stop", tokens=1)
+
+
+def test_aibrix_takes_the_longest_match_of_mixed_workers_however_short() -> None:
+    made = Rig("mixed/a", "mixed/b", policy="aibrix")
+    made.stored("mixed/a", prefix(1, 3))  # 192 of 1000 tokens
+    made.ask("load", prompt=10, lost_workers=["mixed/b"])
+    made.ask("load2", prompt=10, lost_workers=["mixed/a"])
+    made.ask("r", prompt=1000, hashes=prefix(1, 3))
+    assert made.frames["r"].decode_worker == "mixed/a"
+
+
+def test_aibrix_counts_what_decodes_and_evens_out_sixteen() -> None:
+    made = rig("aibrix")
+    for number in range(16):
+        made.ask(f"load{number}", prompt=10, lost_workers=["decode/y"])
+    made.ask("r", prompt=10)
+    assert made.frames["r"].decode_worker == "decode/y"
+
+
 def test_aibrix_passes_over_a_worker_that_is_busier_than_the_others() -> None:
     made = Rig(*(f"prefill/{name}" for name in "abcd"), "decode/x", policy="aibrix")
     made.stored("prefill/a", HOT)
@@ -230,6 +262,17 @@ def test_workers_compute_by_deadline_under_early_policies_too_if_asked() -> None
         made.ask("hopeless", prompt=20_000, ttft_s=2.0)
         assert 0 < made.frames["r"].deadline_s <= 2.0, policy
         assert made.frames["hopeless"].deadline_s > 20, "behind all that can still be in time"
+        mixed = Rig("mixed/a", "mixed/b", policy=policy, deadline_order=True)
+        mixed.ask("r", prompt=100, ttft_s=2.0)
+        assert 0 < mixed.frames["r"].deadline_s <= 2.0, policy
+
+
+def test_a_prompt_that_is_in_time_where_it_decodes_is_not_put_behind_others() -> None:
+    made = Rig("prefill/a", "decode/x", policy="min_ttft", deadline_order=True, disaggregate="auto")
+    made.ask("long", prompt=8000, ttft_s=8.2)
+    made.ask("r", prompt=400, ttft_s=8.25)  # behind the long one it would be late
+    frame = made.frames["r"]
+    assert not frame.prefill_worker and 0 < frame.deadline_s <= 8.25
 
 
 def test_the_same_seed_and_events_make_the_same_choices() -> None:

@@ -52,8 +52,9 @@ class GatewayBenchOptions:
 def run(options: GatewayBenchOptions, report_progress: Callable[[str], None]) -> dict[str, Any]:
     """Return the result of `diptych bench gateway`, which is printed as JSON.
 
-    `rows` are those of all proxies, `prompts` those of preparing prompts, `slow` has the runs with
-    slow clients by proxy, `requests` the rows of whole requests. `report_progress` gets a line now
+    `rows` are those of all proxies: tokens a second, and CPU and latency for each token. `prompts` are
+    those of preparing prompts, `slow` has the runs with slow clients by proxy, `requests` the rows of
+    whole requests: CPU and latency for each. `report_progress` gets a line now
     and then. A proxy with which nothing could be measured is in `missing`, with the reason; so are
     `prompts` that could not be measured.
     """

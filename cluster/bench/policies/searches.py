@@ -16,9 +16,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import as_completed
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -84,38 +86,60 @@ def run_searches(
 ) -> list[SearchResult]:
     """Run what has no file yet, `jobs` at a time, and return the results in the order of `searches`.
 
-    Raises SimulationError for a file of another set-up, and for a trace that cannot be read.
+    An interrupt, or a search that fails, ends those that run. Raises SimulationError for a file of
+    another set-up, and for a trace that cannot be read.
     """
-    found: dict[PolicySearch, SearchResult] = {}
-    for search in searches:
-        result = _read(search, folder)
-        if result is not None:
-            found[search] = result
-    waiting = [search for search in searches if search not in found]
+    wanted = list(dict.fromkeys(searches))
+    waiting = [search for search in wanted if _read(search, folder) is None]
     for file in sorted({search.traces / search.cell.trace for search in waiting}):
         if not file.exists():
             raise SimulationError(f"trace {file}: there is no such file; give its folder, --traces")
-    report(f"{len(searches)} searches, {len(found)} of them done before")
+    report(f"{len(wanted)} searches, {len(wanted) - len(waiting)} of them done before")
+    if waiting:
+        _run_waiting(waiting, folder, jobs, commit, report)
+    results = [_read(search, folder) for search in wanted]
+    return [result for result in results if result is not None]
+
+
+def _run_waiting(
+    waiting: Sequence[PolicySearch], folder: Path, jobs: int, commit: str, report: ReportLine
+) -> None:
     started_at = time.perf_counter()
     with simulation_processes(jobs) as pool:
-        futures = {pool.submit(find_g90, search, commit): search for search in waiting}
+        # No more than run at a time: what a pool has taken on cannot be cancelled.
+        coming = iter(waiting)
+        running = {
+            pool.submit(search_into_file, search, folder, commit): search
+            for search in islice(coming, jobs)
+        }
+        ended = 0
         try:
-            for future in as_completed(futures):
-                search = futures[future]
-                result = future.result()
-                _write(search.file(folder), result)
-                found[search] = result
-                ended = len(found) - (len(searches) - len(waiting))
-                left = len(waiting) - ended
-                left_s = (time.perf_counter() - started_at) / ended * left
-                report(
-                    f"{search.cell.name} {search.policy} ({search.variant}): {result.g90:.3f} "
-                    f"on {result.split or '-'}; {left} left, about {left_s / 60:.0f} minutes"
-                )
-        finally:
-            for future in futures:
-                future.cancel()
-    return [found[search] for search in searches]
+            while running:
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for future in done:
+                    search = running.pop(future)
+                    result = future.result()
+                    ended += 1
+                    left = len(waiting) - ended
+                    left_s = (time.perf_counter() - started_at) / ended * left
+                    report(
+                        f"{search.cell.name} {search.policy} ({search.variant}): {result.g90:.3f} "
+                        f"on {result.split or '-'}; {left} left, about {left_s / 60:.0f} minutes"
+                    )
+                    for following in islice(coming, 1):
+                        future = pool.submit(search_into_file, following, folder, commit)
+                        running[future] = following
+        except BaseException:
+            for process in active_children():  # of this command: the pool's
+                process.terminate()
+            raise
+
+
+def search_into_file(search: PolicySearch, folder: Path, commit: str) -> SearchResult:
+    """Run a search and write what it found, in the process that searches."""
+    result = find_g90(search, commit)
+    _write(search.file(folder), result)
+    return result
 
 
 def find_g90(search: PolicySearch, commit: str = "") -> SearchResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import exp, log
+from math import exp, inf, log
 from typing import Any
 
 from ....simulator.documents import OWN_POLICY
@@ -33,24 +33,24 @@ class Comparison:
         return self.rivals[0]
 
     @property
-    def ratio(self) -> float:
-        """Our G90 by the best rival's; 0 where neither holds a rate."""
-        return self.ours.g90 / self.best_rival.g90 if self.best_rival.g90 else 0.0
+    def ratio(self) -> float | None:
+        """Our G90 by the best rival's; None where no rival holds a rate."""
+        return self.ours.g90 / self.best_rival.g90 if self.best_rival.g90 else None
 
     @property
-    def ratio_interval(self) -> tuple[float, float]:
-        """The least and the largest ratio that the intervals of both allow."""
+    def ratio_interval(self) -> tuple[float, float] | None:
+        """The least and the largest ratio that the intervals of both allow; None as `ratio`."""
         rival = self.best_rival
-        if not rival.low:
-            return self.ratio, self.ratio
-        return self.ours.low / rival.high, self.ours.high / rival.low
+        if not rival.g90:
+            return None
+        return self.ours.low / rival.high, self.ours.high / rival.low if rival.low else inf
 
     @property
     def verdict(self) -> Verdict:
-        """Whether ours is ahead, as far as the intervals tell."""
-        if self.ours.low > self.best_rival.high:
+        """Whether ours is ahead of every rival, or behind one, as far as the intervals tell."""
+        if self.ours.low > max(rival.high for rival in self.rivals):
             return Verdict.AHEAD
-        if self.ours.high < self.best_rival.low:
+        if self.ours.high < max(rival.low for rival in self.rivals):
             return Verdict.BEHIND
         return Verdict.TIE
 
@@ -70,11 +70,12 @@ def compare(results: Sequence[SearchResult]) -> list[Comparison]:
     return comparisons
 
 
-def geometric_mean(ratios: Sequence[float]) -> float | None:
-    """Return the geometric mean; None of no ratios, or where one is 0."""
-    if not ratios or min(ratios) <= 0:
+def geometric_mean(ratios: Sequence[float | None]) -> float | None:
+    """Return the geometric mean of those that are there: 0 if one is 0, None if there are none."""
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
         return None
-    return exp(sum(map(log, ratios)) / len(ratios))
+    return exp(sum(map(log, known)) / len(known)) if min(known) > 0 else 0.0
 
 
 def document(comparisons: Sequence[Comparison], variant: str) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def document(comparisons: Sequence[Comparison], variant: str) -> dict[str, Any]:
             {
                 "cell": row.cell,
                 "ratio": row.ratio,
-                "ratio_interval": list(row.ratio_interval),
+                "ratio_interval": [None if end == inf else end for end in row.ratio_interval or ()],
                 "verdict": row.verdict,
                 "ours": _figures(row.ours),
                 "rivals": [_figures(rival) for rival in row.rivals],
@@ -121,11 +122,14 @@ def markdown(comparisons: Sequence[Comparison], variant: str) -> str:
         "|---|---|---|---|---|",
     ]
     for row in comparisons:
-        low, high = row.ratio_interval
         rival = row.best_rival
+        ratio = "no rival holds a rate"
+        if row.ratio is not None and row.ratio_interval is not None:
+            low, high = row.ratio_interval
+            ratio = f"{row.ratio:.2f} ({low:.2f} to {high:.2f})"
         lines.append(
-            f"| {row.cell} | {_rate(row.ours)} | {rival.policy} {_rate(rival)} "
-            f"| {row.ratio:.2f} ({low:.2f} to {high:.2f}) | {row.verdict} |"
+            f"| {row.cell} | {_rate(row.ours)} | {rival.policy} {_rate(rival)} | {ratio} "
+            f"| {row.verdict} |"
         )
     mean = geometric_mean([row.ratio for row in comparisons])
     if mean is not None:
@@ -142,6 +146,8 @@ def markdown(comparisons: Sequence[Comparison], variant: str) -> str:
         cells = [f"{row.ours.g90:.3f} {row.ours.split}"]
         cells += [rates.get(policy, "-") for policy in policies]
         lines.append(f"| {row.cell} | " + " | ".join(cells) + " |")
+    commits = {result.commit for row in comparisons for result in (row.ours, *row.rivals)}
+    lines += ["", f"Searched at {', '.join(sorted(commits)) or 'an unknown commit'}."]
     return "\n".join(lines) + "\n"
 
 

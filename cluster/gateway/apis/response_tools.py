@@ -5,7 +5,11 @@ parameter, and the tools of a namespace become functions whose names begin with 
 Calls are told under the names that the client knows.
 
 Tools that run on OpenAI's own servers are refused, but for those that coding agents offer to every
-model: these are ignored beside tools that the client runs.
+model: these are ignored beside tools that the client runs (`responses.py` refuses a body that has no
+others). A strict gateway, which refuses all that it would ignore, refuses them too.
+
+The discriminators of the unions name branches `#function` and the like: errors show where they are,
+and `#` tells a branch from a field of the body.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from .schema import BodyPart, JsonObject, is_strict
 NAMESPACE_SEPARATOR = "__"
 CUSTOM_INPUT = "input"  #: The one parameter of the function that a custom tool becomes.
 _OWN_FUNCTION_HINT = "give the model a function of your own that does it"
-#: What works instead of the tools that run on OpenAI's servers, by the beginning of their type.
+#: What works instead of tools that run on OpenAI's servers, by their type.
 _TOOL_HINTS = {
     "mcp": "call the server yourself, and name its tools as functions",
 }
@@ -186,7 +190,7 @@ def offered_tools(tools: Iterable[ResponseTool]) -> list[OfferedTool]:
 
 
 def response_tool(tool: ResponseTool) -> JsonObject:
-    """Return a tool as a response repeats it: with all of its fields."""
+    """Return a tool as a response repeats it: with all of its fields, null where one was left out."""
     return tool.model_dump(include=set(type(tool).model_fields))
 
 
@@ -203,6 +207,7 @@ class NamedTool(BodyPart):
     @field_validator("type", mode="before")
     @classmethod
     def _check_type(cls, tool_type: Any) -> Any:
+        # Within `allowed_tools` that type is just wrong: it is no tool, so no sentence on tools.
         if isinstance(tool_type, str) and tool_type not in ("function", "custom", "allowed_tools"):
             raise ValueError(refusal_of(tool_type))
         return tool_type

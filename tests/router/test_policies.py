@@ -268,7 +268,14 @@ def test_workers_compute_by_deadline_under_early_policies_too_if_asked() -> None
 
 
 def test_a_prompt_that_is_in_time_where_it_decodes_is_not_put_behind_others() -> None:
-    made = Rig("prefill/a", "decode/x", policy="min_ttft", deadline_order=True, disaggregate="auto")
+    made = Rig(
+        "prefill/a",
+        "decode/x",
+        policy="min_ttft",
+        deadline_order=True,
+        disaggregate="auto",
+        itl_s=1.0,
+    )
     made.ask("long", prompt=8000, ttft_s=8.2)
     made.ask("r", prompt=400, ttft_s=8.25)  # behind the long one it would be late
     frame = made.frames["r"]

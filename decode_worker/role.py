@@ -59,7 +59,7 @@ from ..protos.frames import (
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttemptEnded:
-    """Nothing of the attempt is left on this worker."""
+    """Nothing of the attempt is left on this worker, which forgets it: no frame goes anywhere."""
 
     attempt_key: AttemptKey
 
@@ -197,6 +197,8 @@ class DecodeRole:
         attempt.state = DecodeState.RECEIVING
         # Without one, the attempt would have begun as RUNNING, and reserved nothing.
         assert attempt.prefill_worker is not None
+        # All blocks of the prompt are offered; KV of the first `held_tokens` is in this worker's cache
+        # already, so the prefill worker need not push it.
         offer = OfferBlocks(
             ticket_id,
             attempt.prefill_worker,
@@ -232,8 +234,12 @@ class DecodeRole:
             sequence,
             other_answers=tuple((index, first.tokens[index].id) for index in other_answers),
             first_answer_ended=0 in first.ended_answers,
+            # Since the prefill worker sent the first token: the scheduler counts that time as part of
+            # the gap before the second one.
             waited_s=arrived.exposed_s,
         )
+        # For the gateway's record: the tokens whose KV arrived, how long any of it was on its way, and
+        # how long of that the prompt was computed already.
         prompt_arrived = PromptArrived(
             sequence.attempt_key, arrived.tokens, arrived.busy_s * 1e3, arrived.exposed_s * 1e3
         )
@@ -287,7 +293,11 @@ class DecodeRole:
                 assert_never(attempt.state)
 
     def _end(self, ticket_id: str) -> list[DecodeAction]:
-        """Releases everything that the attempt has on this worker: its fetch and its blocks."""
+        """Releases everything that the attempt has on this worker: its fetch and its blocks.
+
+        No transfer writes into these blocks any more. A fetch that is still under way writes into blocks
+        of its own, which `PrefixExchange` keeps until it is over.
+        """
         attempt_key = self.attempts.pop(ticket_id).sequence.attempt_key
         cancel_prefix = self.prefixes.cancel(attempt_key)
         return [*cancel_prefix, ReleaseSequence(attempt_key), DecodeAttemptEnded(attempt_key)]

@@ -37,7 +37,9 @@ class RateStage:
     label: str
     begin_s: float
     end_s: float
-    rate: float  #: offered requests per second; 0 for a trace at the rate at which it was recorded
+    #: Offered requests per second. 0 for a trace at the rate at which it was recorded; of a chat load,
+    #: whose users send when they like, it means nothing.
+    rate: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def rate_stages(plan: LoadPlan) -> list[RateStage]:
 
 @lru_cache(1)
 def planned_arrivals(plan: LoadPlan) -> list[Arrival]:
-    """Returns the arrivals by time, numbered; a trace's later turns are in `next_turn`.
+    """Returns the arrivals by time, numbered; later turns of a trace with think times are in `next_turn`.
 
     Not for a chat load, whose users send when they like. Raises LoadError.
     """
@@ -173,6 +175,8 @@ def _read_trace(plan: LoadPlan) -> TraceLoad:
             index=index,
         )
 
+    # With `thinktime` later turns follow answers, in `next_turn`; with `timestamp` they are arrivals
+    # of their own, when they were recorded.
     requests = trace.workload(rate, plan.seed, plan.dispatch == "thinktime")
     arrivals = [to_arrival(request) for request in requests if request.arrival_s < plan.duration]
     if not arrivals:

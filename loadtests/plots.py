@@ -49,6 +49,7 @@ def plots_svg(runs: list[Document], names: tuple[str, ...] = ("",)) -> str:
     plotted = [
         PlottedRun(run, name, color) for run, name, color in zip(runs, names, COLORS, strict=False)
     ]
+    # `isolated` is how long a prompt takes alone, of which a target like `3x` is a multiple.
     targets = LoadPlan(
         slo=runs[0]["config"]["slo"], isolated=runs[0]["config"].get("isolated", "")
     ).targets

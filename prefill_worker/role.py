@@ -11,7 +11,15 @@ Life of an attempt:
     SENDING    Every answer has its first token: the ticket is finished with these tokens.
     CLOSING    Cancelled, failed in the engine, or nothing to send since every answer ended with
                its first token: the ticket is cancelled. The gateway hears no more of the attempt.
-`PushEnded` ends the attempt from every state: no write is under way, so its blocks are released.
+`PushEnded` ends the attempt from every state: no write is under way, so its blocks are released. A
+prefix that is still being fetched has blocks of its own, which `PrefixExchange` keeps until no write
+can land on them.
+
+The engine announces all blocks of a prompt, as `BlocksFilled`: those that it computed, and at the
+beginning those of a prefix that it found in its cache. So the whole prompt is pushed.
+
+The reason of a `CancelTransfer` reaches the decode worker with the end of the ticket, as the reason of
+its `TransferFailed`. By "finished" it knows that nothing went wrong.
 """
 
 from __future__ import annotations

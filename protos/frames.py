@@ -106,7 +106,9 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """Answers `Challenge`: who dials, and the proof that it knows the cluster's secret."""
 
     name: str  #: tells this peer from all others
-    kind: str  #: gateway | worker | control | kv
+    #: gateway | worker | control; or kv: one worker's transport of KV over sockets dials another's
+    #: (`kv_transfer/transports/stream.py`)
+    kind: str
     nonce: bytes  #: random; the proof in `Welcome` covers it
     proof: bytes  #: a hash of the other fields and the challenge, with the secret as key
     protocol: int = PROTOCOL
@@ -320,7 +322,8 @@ class PlaceAttempt(msgspec.Struct, tag="place", frozen=True):
     session: str = ""  #: the client's name of the conversation, for the record of decisions
     #: answers to the prompt: each takes blocks, and a row of a step
     answer_count: Annotated[int, msgspec.Meta(ge=1)] = msgspec.field(default=1, name="answers")
-    #: TTFT target as in `max(1s, 3x)` (`protos/targets.py`); "": the configured one. With `ttft_s`
+    #: TTFT target as in `max(1s, 3x)`, the larger of a second and three times what the prompt takes
+    #: alone (`protos/targets.py`); "": the configured one. With `ttft_s`
     #: it only says where that number comes from.
     ttft: str = ""
     #: nobody's request, but a gateway's own before its first client's: it is placed, and neither
@@ -378,8 +381,9 @@ class AttemptOutcome(msgspec.Struct, tag="over", frozen=True):
     reason: str = ""
     transfer_ms: float | None = None  #: `busy_ms` of `PromptArrived`
     exposed_ms: float | None = None  #: `exposed_ms` of `PromptArrived`
-    #: for how long the gateway held the first token back, and why it then let it out, in a word of
-    #: `router.first_token.ReleaseReason`; "": the gateway holds none back
+    #: for how long the gateway held the first token back, so that the second can follow within the
+    #: target between two tokens, and why it then let it out, in a word of
+    #: `router.first_token.ReleaseReason`, such as `second_came`; "": the gateway holds none back
     first_token_held_ms: float = 0.0
     first_token_release: str = ""
 
@@ -656,7 +660,9 @@ class CallReply(msgspec.Struct, tag="statistics", frozen=True):
     """Answers the call of this id."""
 
     call_id: int = msgspec.field(name="call")
-    values: dict[str, Any]  #: by name; what they are depends on the call
+    #: By name, as the call wants them: counts of statistics, what a role change or a drain answered,
+    #: or the rates and pids of a probe. Empty where it only says that the call was carried out.
+    values: dict[str, Any]
 
 
 class DeliverFrame(NamedTuple):

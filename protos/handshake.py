@@ -6,7 +6,8 @@
     listener -> dialler   Welcome(HMAC(secret, "listen", a, b))
 
 The `secret` of these proofs is the listener's own. `secret_of_listener` makes it from the cluster's
-secret and the listener's name, which is the agent's name for KV and the address for frames. A proof
+secret and the listener's name: for KV that of a worker's transport of KV, its *agent*, and for frames
+the address. A proof
 for one listener is worthless at any other, so a false listener cannot pass it on.
 
 The listener proves itself last, and only to a dialler that has proved to know the secret.

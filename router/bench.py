@@ -44,6 +44,9 @@ from .events import (
 )
 from .index import BLOCK_TOKENS, STRIDE, positions
 
+# Of a long prompt the index looks up the hashes at `positions` only: the first few, and every
+# `STRIDE`th behind them.
+
 GATEWAY = "g"
 TERM = 1  #: number of the router; only a cluster that restarts its router needs others
 SYSTEM_BLOCKS = 8  #: of a system prompt: 512 tokens
@@ -217,6 +220,7 @@ def first_token(cluster: BenchCluster) -> FirstTokenSent:
     turn_begins = len(hashes) - TURN_BLOCKS
     looked_up = positions(len(hashes))
     turn = [hashes[position] for position in looked_up if position >= turn_begins]
+    # One more than a stride has: an answer may begin just before a block that is looked up.
     answer_hashes = OUTPUT_TOKENS // BLOCK_TOKENS // STRIDE + 1
     answer = [cluster.random.bytes(16) for _ in range(answer_hashes)]
     if placed.prefill_worker is not None:
@@ -400,7 +404,10 @@ def _mix(
 
 
 def _index_bytes(router: Router) -> int:
-    """Return the bytes of the index's dictionaries, masks and keys."""
+    """Return the bytes of the index's dictionaries, masks and keys.
+
+    `_holders` has a mask of workers for each hash, `_held` for each worker the hashes that it holds.
+    """
     index = router.index
     keys = len(index._holders) * getsizeof(bytes(16))
     tables = getsizeof(index._holders) + sum(map(getsizeof, index._held.values()))

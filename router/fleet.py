@@ -6,6 +6,8 @@ Life of a worker:
     computes  -> its prefill speed is corrected by each first token
     lost      -> its slot is free for another worker
 
+A prompt is *urgent* while it can meet its target, and *background* work once it cannot: then it gets
+what no urgent prompt needs.
 Credit says when a prefill worker may be given another prompt: at once while its urgent prompts
 have less than a step's tokens, otherwise shortly before it runs out of them, and then only if it
 has fewer than `PREFETCH`. With `HALTED_MAX` prompts of any kind it gets no other.
@@ -49,7 +51,10 @@ class WorkerFleet:
         `round_trip_s` is the time to a gateway and back, `itl_s` the configured target for the
         seconds between two tokens (ITL: inter-token latency).
         """
-        self.itl_s = itl_s  #: the configured target, for which spare KV tokens are kept ready
+        #: The configured target. For it, each worker keeps a figure up to date: how many KV tokens one
+        #: more sequence may read with which a step still stays within the target
+        #: (`WorkerState.default_spare_kv_tokens`).
+        self.itl_s = itl_s
         self.workers: dict[str, WorkerState] = {}
         self.prefill_workers: list[WorkerState] = []  #: by slot, all whose role is to prefill
         self.decode_workers: list[WorkerState] = []  #: by slot, all whose role is to decode
@@ -110,6 +115,10 @@ class WorkerFleet:
         return self.by_slot.index(None)
 
     def _new_correction(self, formula: str, card: WorkerCard) -> Correction:
+        """Return a correction of the worker's own, above the slow drift of all workers of its type.
+
+        `SLOW` is the weight of one sample in that drift.
+        """
         worker_type = (formula, card.gpu, card.tensor_parallel)
         return Correction(self._type_drifts.setdefault(worker_type, Drift(SLOW)))
 
@@ -180,6 +189,7 @@ class WorkerFleet:
         per_token_s = (
             self.isolated_prefill_s(TYPICAL_PROMPT_TOKENS) - base_s
         ) / TYPICAL_PROMPT_TOKENS
+        # unscaled, which rounds to four significant digits
         return str(TargetSum(fixed_s=base_s, per_1k_s=1000 * per_token_s).scaled())
 
     def correct_prefill(
@@ -200,6 +210,8 @@ class WorkerFleet:
         if worker.card.cost is None:
             cost_changed = self._learn(worker, report)
         if report.steps and report.step_seconds > 0:
+            # Also without a sample of its own: reports of other workers of its type move the drift that
+            # it shares with them.
             cost_changed = True
             # Only steps without prefill say how long decode takes.
             if report.running and not report.prefill_tokens:
@@ -262,7 +274,8 @@ class WorkerFleet:
         """Note that a prompt is on its way to the worker.
 
         The prompt goes before those with a later deadline. One that has begun is halted at the
-        next chunk's border, and goes on behind. Prompts of deadline 0 are in order of arrival.
+        next chunk's border, and goes on behind. Deadline 0 is that of all prompts of a policy that
+        has no order of its own: they are in order of arrival.
         """
         works = worker.pending_prefills
         if not works:
@@ -435,7 +448,11 @@ class WorkerFleet:
     # ---- decode reservations ---------------------------------------------------------------------
 
     def reserve(self, worker: WorkerState, key: AttemptKey, reservation: DecodeReservation) -> None:
-        """Reserve blocks, rows (of a step) and KV tokens for an attempt."""
+        """Reserve blocks, rows (of a step) and KV tokens for an attempt.
+
+        Its `blocks` are those that it may use at once; `expected_blocks` is how many it will have at
+        its expected end.
+        """
         assert key not in worker.reservations, key
         worker.reservations[key] = reservation
         worker.reserved_blocks += reservation.blocks

@@ -44,7 +44,10 @@ class PlacementCounts:
         self.prediction_errors["late" if error_s > 0 else "early"].observe(abs(error_s))
 
     def statistics(self) -> dict[str, Any]:
-        """Return the counts in plain types; "placed" has [way, kind, count]."""
+        """Return the counts in plain types; "placed" has [way, kind, count].
+
+        A histogram is its sum and its counts by bucket (`Histogram.values`).
+        """
         errors = self.prediction_errors
         return {
             "placed": [[*key, count] for key, count in sorted(self.placed.items())],

@@ -9,6 +9,12 @@ Life of a placement:
     pair            -> with the decode worker: a `Placement`. Nothing has changed yet
     commit          -> prompt, reservation and transfer count on the workers from here on
 
+A worker has *credit* once it has so little to do that it may be given another prompt
+(`fleet.WorkerFleet`). A worker *accepts* reservations unless sequences of its own wait for blocks. A
+request is *overdue* once it cannot be in time any more; then it is background work, which gets what no
+other prompt needs. A reservation is for the blocks that an answer may use at once; what it is
+*expected* to have in the end may be more.
+
 A *hit* is a part of a prompt whose KV a worker has cached. The *residual* of a prefill is its observed
 time divided by the predicted one; `Residuals.upper` is one that few prefills exceed.
 """
@@ -320,6 +326,8 @@ class Placer:
                 continue
             if worker.decode_cost_s > lowest_cost:
                 continue  # its step alone costs more than all of another worker
+            # `fleet.itl_s`: the configured target, for which each worker's figure is ready; the request's
+            # own is asked if it differs
             if gentle and not disturbs_nobody(request, worker, self.fleet.itl_s):
                 continue
             moved_tokens = request.prompt_tokens - request.cached_tokens(worker)
@@ -374,6 +382,7 @@ class Placer:
         for worker in workers:
             if worker.credit_at > now or worker.reservable_blocks < blocks:
                 continue
+            # Whoever comes here by choice must fit in the end too: it could go elsewhere.
             if worker.expected_free_tokens < request.expected_tokens:
                 continue
             candidate = _local_candidate(request, worker, now)

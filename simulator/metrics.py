@@ -119,7 +119,9 @@ class Slo:
 def isolated_cost(text: str) -> Coefficients:
     """Return the cost of prompts that take so long alone: `20ms + 150ms/1k`, as measured.
 
-    The text is a target without multiples (`protos/targets.py`). Raises SimulationError.
+    The text is a target without multiples (`protos/targets.py`). Only the cost of prompts is filled in;
+    what grows with the square of a prompt's length, and what steps of decode cost, is 0, as nobody asks.
+    Raises SimulationError.
     """
     try:
         target = TtftTarget.parse(text)

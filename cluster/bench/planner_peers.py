@@ -163,7 +163,8 @@ class ServeLoopPlanner:
     """Ray Serve's loop: sizes each pool by its ongoing requests.
 
     A pool is resized once the need has lasted for a delay, which begins anew after each resize. The
-    delays are Serve's defaults.
+    delays are Serve's defaults, and so is prefill's target. For decode that would be a batch of two: its
+    target is a batch of 32.
     """
 
     budget: ReplicaBudget
@@ -201,7 +202,7 @@ class KedaPlanner:
     """llm-d's loop with KEDA: sizes both pools by one score.
 
     The score is the larger of two ratios, the P90s of TTFT and ITL over their targets, averaged
-    over a window.
+    over a window. All defaults are llm-d's, by which pools grow well before a target is missed.
     """
 
     #: The targets.
@@ -262,7 +263,11 @@ class KedaPlanner:
 
 
 def _first_of_role(observation: FleetObservation, role: str) -> Replica:
-    """Return a replica with that role, or any if there is none."""
+    """Return a replica with that role, or any if there is none.
+
+    A replica belongs to a pool, which is counted and scaled; its role is what it does at present,
+    which is another one where it was flipped. These planners flip nothing.
+    """
     for replica in observation.replicas:
         if replica.role == role:
             return replica

@@ -1,4 +1,6 @@
-"""Packs what a bare machine needs to run the proof: this package, and wheels that it may lack.
+"""Packs what a bare machine with a GPU needs to run the proof: this package, and wheels it may lack.
+
+The proof (`prove.py`) shows on a real GPU that kernels and KV transfers are right, and how fast.
 
     python -m diptych.engine.gpu.prove --bundle FOLDER
 
@@ -31,7 +33,8 @@ PYTHON_TAG = "3.12"
 #: A registry's wheels name one of these, exactly.
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)))
 
-#: A machine takes so many bytes, packed.
+#: A machine takes a folder of so many bytes. Wheels count as the zip files that they are, and files of
+#: the package as they lie there: they are few, and text.
 SIZE_LIMIT = 64 << 20
 
 #: Seconds that a registry may take for one wheel.
@@ -50,7 +53,7 @@ class Bundle:
 
     packed: list[str]  #: Names of wheels.
     missing: list[str]  #: Names of packages, each with the reason.
-    size_bytes: int  #: Of the package and the wheels, as they travel.
+    size_bytes: int  #: Of the package's files and of the wheels, as `SIZE_LIMIT` counts them.
 
 
 def download_wheel(name: str, folder: Path) -> str | None:
@@ -95,6 +98,7 @@ def make_bundle(folder: Path, download: Download = download_wheel) -> Bundle:
     package = folder / "diptych"
     package.mkdir(parents=True)
     root = Path(__file__).parents[2]
+    # No compiled kernels of this machine's CPU: the proof runs those of Triton, compiled over there.
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "tests")
     for name in PACKAGES:
         shutil.copytree(root / name, package / name, ignore=ignore)

@@ -39,8 +39,9 @@ class DeviceEvent(Protocol):
 def wait_for_event(event: DeviceEvent, ranks: RankProcesses | None) -> None:
     """Wait until the device has passed the event.
 
-    `ranks`, if given, are watched meanwhile: raises RankLost if one of them is gone, as the device
-    would then wait for its part of a sum for ever.
+    `ranks`, if given, are watched meanwhile: raises RankLost if one of them is gone, or if the wait is
+    longer than a collective operation may take, as the device would then wait for its part of a sum
+    for ever.
     """
     if ranks is None:
         event.synchronize()

@@ -36,7 +36,9 @@ from .slot_update import SlotUpdate
 class SequenceFields:
     """What the device is told of one sequence; `sampler.SamplerState` keeps it."""
 
-    fields: np.ndarray  #: int64 [ROW_FIELDS], as `RowField` says; without places and slot.
+    #: int64 [ROW_FIELDS], as `RowField` says; without the slot, and without what says where the row
+    #: stands in a step (`SOURCE`, `POSITION`, `LOGIT_ROW`): these are filled in for each step.
+    fields: np.ndarray
     #: Biased ids, then forbidden ones, then those whose logprobs the request wants.
     list_ids: list[int]
     biases: list[float]  #: Of the first ids of the list.
@@ -73,9 +75,10 @@ class _PendingUpdate:
 
 
 def device_can_sample(sequence: Sequence) -> bool:
-    """Return whether the device can draw the sequence's next id: by its parameters' names and sizes.
+    """Return whether the device can draw the sequence's next id.
 
-    What a request names in lists must fit into a slot.
+    It must know every parameter that has an effect (`is_device_drawable`), and what a request names in
+    lists must fit into a slot.
     """
     sampling = sequence.sampling
     listed = len(sampling.logit_bias) + len(sampling.stop_ids) + len(sampling.logprob_ids)

@@ -1,6 +1,8 @@
 """Which cells a table has, in which order they run, and how long the rest takes (pure).
 
-A cell is one fresh server under one load. Its key names its file. Layouts take turns, so that what
+A cell is one layout under one load: its servers, one or several, are started anew for it and ended
+behind it. A layout says which servers share the cores, such as `1P1D`: one cluster of ours with a
+prefill and a decode worker. A cell's key names its file. Layouts take turns, so that what
 drifts on a machine touches all of them alike: all cells of a seed run before those of the next
 seed. Within a seed, `SLO` takes all layouts for a rate before the next rate; `OVERLOAD` takes all
 loads of a layout before the next layout, as the capacity that it measures first gives their rates.
@@ -112,7 +114,7 @@ class FactorLoad:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One fresh server under one load."""
+    """One layout, started anew, under one load."""
 
     layout: Layout
     load: Load | FactorLoad
@@ -215,8 +217,9 @@ def _chat_cell(options: LiveOptions, layout: Layout, seed: int) -> Cell:
 
 
 def cell_setup(options: LiveOptions, cell: Cell, load: Load) -> dict[str, Any]:
-    """Return what a cell's file must say so that the cell need not run again.
+    """Return what of a cell's file must be the same, or the file is refused: it is another load.
 
+    `differing_fact` asks the same of the machine and of what is measured.
     `load` is the one that the cell resolves to: a multiple of a capacity holds for that capacity
     alone. The layout is not in it, as it is part of the cell's key. vLLM is told no targets, so its
     cells hold for other targets too.
@@ -239,7 +242,9 @@ def cell_setup(options: LiveOptions, cell: Cell, load: Load) -> dict[str, Any]:
 def differing_fact(cell: Cell, measured: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return how a cell's run differs from one that would be made now; "" if it does not.
 
-    Both have the facts of `run.machine_facts`. A cell of ours does not depend on vLLM.
+    Both have the facts of `run.machine_facts`: the commit, versions of libraries, the machine, and what
+    the model's folder holds. A file that differs is refused, as rows of a table must be comparable. A
+    cell of ours does not depend on vLLM.
     """
     names = ["commit", "versions", "machine", "model"]
     if not isinstance(cell.layout, DiptychLayout):

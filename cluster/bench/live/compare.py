@@ -269,8 +269,8 @@ def _ratio_interval(
 
     `our_met` and `peer_met` have one number for each request, as `_met` returns them.
     """
-    # Equal draws pick the same requests on both sides. Where a load is closed, servers have
-    # answered different numbers of requests, so each side has draws of its own.
+    # Equal draws, by equal sizes, pick the same requests on both sides. Where cells of one side are
+    # missing, the sizes differ, and each side is drawn by its own.
     peer_sizes = ours.sizes if len(our_met) == len(peer_met) else peer.sizes
     our_rates = _drawn_sums(our_met, ours.sizes) / ours.span_s
     peer_rates = _drawn_sums(peer_met, peer_sizes) / peer.span_s
@@ -354,6 +354,7 @@ def table_document(
         case LiveTable.SLO:
             return document | _slo_comparisons(runs, options.slos, picks)
         case LiveTable.OVERLOAD:
+            # our servers were set up for one of the targets, which decides what they put off
             return document | {"overload": _overload_rows(runs, options.served_slo)}
         case LiveTable.CHATS:
             return document | {"chats": _chat_rows(runs)}
@@ -444,7 +445,8 @@ def _tokens_per_s(run: LayoutRuns) -> float:
 def _chat_rows(runs: Sequence[LayoutRuns]) -> list[dict[str, Any]]:
     """Return the TTFT of the turns behind the first one, and of ours over the best of vLLM.
 
-    First turns are left out, as nothing of their prompts can be cached. `turns` are all later ones,
+    The table of chats has one load for all layouts, so layouts alone name the rows. First turns are left
+    out, as nothing of their prompts can be cached. `turns` are all later ones,
     and `failed` those of them that failed, or were not sent as one before them had failed. Only
     layouts of vLLM with results of the same seeds are peers.
     """

@@ -44,7 +44,8 @@ def write_model(folder: Path) -> Path:
 def word_tokenizer(vocab_size: int) -> Tokenizer:
     """Return a tokenizer of exactly `vocab_size` tokens, the same one at each call.
 
-    Every token that the model can answer must have a text. Raises ValueError if the training ended
+    Every token has a text, for clients time what they see, but for the two special ones, which a random
+    model draws as rarely as any other. Raises ValueError if the training ended
     with fewer tokens.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -73,5 +74,5 @@ def _corpus() -> list[str]:
     for _ in range(WORDS):
         syllables = rng.randint(2, SYLLABLES_LIMIT)
         word = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(syllables))
-        lines.append(f" {word}" * 2)
+        lines.append(f" {word}" * 2)  # twice, so that words count for more beside those of line 1
     return lines

@@ -1,7 +1,9 @@
 """From token ids to text, incrementally: characters that span tokens come out whole.
 
 There are two ways, with the same text. Byte-level tokenizers have a table of what each id adds, so
-a token costs one look-up. All others decode a few tokens again for each new one.
+a token costs one look-up. All others decode a few tokens again for each new one. (These differ behind
+seven ids or more without any text, which no known tokenizer of the second kind has beside its special
+tokens: a character of several bytes that comes then is lost.)
 """
 
 from __future__ import annotations

@@ -89,6 +89,11 @@ def test_no_view_is_wider_than_the_screen(
     assert page.run(OUTSIDE) <= 1 and page.run(SMALLEST_TEXT) >= 11
 
 
+def test_what_is_not_there_yet_is_said(page: Page, control: str) -> None:
+    open_page(page, control, 1440)
+    page.wait("document.getElementById('actions').tBodies[0].textContent.includes('No orders yet')")
+
+
 def test_dark_mode_has_a_dark_page_and_light_text(page: Page, control: str) -> None:
     seen = []
     for scheme in ("light", "dark"):

@@ -59,7 +59,7 @@ from ..protos.frames import (
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttemptEnded:
-    """Nothing of the attempt is left on this worker, which forgets it: no frame goes anywhere."""
+    """The attempt is over on this worker, which forgets it: no frame goes anywhere."""
 
     attempt_key: AttemptKey
 
@@ -159,6 +159,8 @@ class DecodeRole:
             case CancelAttempt(attempt_key):
                 return self._cancel(ticket_id_of(attempt_key), "aborted")
             case PushEnded():
+                # Not even one of the worker's former role, which changes only when none is left. Events
+                # of the engine may still be under way then, and are ignored above.
                 raise AssertionError(f"no attempt of a decode worker pushes KV: {event!r}")
             case _:
                 assert_never(event)

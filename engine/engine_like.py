@@ -147,8 +147,8 @@ class EngineLike(Protocol):
     def reserve(self, sequence: Sequence) -> BlocksReserved | None:
         """Asks for blocks for KV that is going to arrive; None: one of the next steps answers.
 
-        An engine that gives out blocks only while it plans a step answers in a step, after a
-        bounded number of them.
+        The answer has no blocks where the pool has no room. An engine that gives out blocks only while
+        it plans a step answers in a step, after a bounded number of them.
         """
         ...
 
@@ -170,7 +170,10 @@ class EngineLike(Protocol):
         ...
 
     def release(self, attempt_key: AttemptKey) -> None:
-        """Ends a sequence wherever it is; its blocks are free after the next step, or at once."""
+        """Ends the sequences of an attempt wherever they are.
+
+        Their blocks are free after the next step, or at once.
+        """
         ...
 
     def stage(self, command: StagePrefix) -> PrefixStaged:

@@ -59,7 +59,7 @@ class Arrival:
     index: int = 0  #: counts the arrivals of a run; makes the text of its own differ from others'
 
     def exceeds(self, context: int) -> bool:
-        """Returns whether a turn of the session is longer than the context: it ends there."""
+        """Returns whether a turn of the session is longer than the context, at which the session ends."""
         turn: Arrival | None = self
         while turn is not None:
             if turn.prompt_tokens + turn.output_tokens > context:
@@ -117,7 +117,7 @@ def planned_arrivals(plan: LoadPlan) -> list[Arrival]:
 def _arrival_times_s(load: str, stage: RateStage, rng: random.Random) -> Iterator[float]:
     """Yields the times of a stage: evenly, or at random as independent users come (Poisson)."""
     if load == "constant":
-        # Rounded, as 0.7 requests/s make 62.99999999999999 in 90 s.
+        # Rounded first, as 1.1 requests/s make 99.00000000000001 in 90 s, which are 99.
         count = math.ceil(round((stage.end_s - stage.begin_s) * stage.rate, 9))
         for number in range(count):
             yield stage.begin_s + number / stage.rate

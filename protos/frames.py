@@ -1,4 +1,6 @@
-"""Internal wire contract: the frames between gateways, the router and workers.
+"""Internal wire contract: the frames between gateways, the router, workers and Control.
+
+Control is the process that operators talk to: it asks the others for statistics and gives orders.
 
 Every frame is a msgspec struct, encoded as MessagePack behind a 4-byte big-endian length
 (`cluster/wire`). `PROTOCOL` is the version; peers with another version are refused at `Hello`.
@@ -50,7 +52,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
     The parameters apply in this order: penalties, `logit_bias`, `allowed_ids`, `min_tokens`,
     `grammar`, `temperature`, `min_p`, `top_k`, `top_p`, draw. The model's end ids end an answer
-    only where they stand in `stop_ids`.
+    only where they stand in `stop_ids`. Where `thinking` requires an id, that id comes and nothing is
+    drawn.
     """
 
     max_tokens: int  #: of each answer, those that an attempt begins with included
@@ -144,7 +147,9 @@ class Coefficients(msgspec.Struct, frozen=True):
     step_token: float  #: for each token whose KV a row reads
     transfer_base: float = 0.0  #: for each transfer of a prompt's KV to another worker
     transfer_token: float = 0.0  #: for each of the prompt's tokens
-    exposed_share: float = 0.0  #: of a transfer, what is not hidden behind the prefill
+    #: Of a transfer, what is not hidden behind the prefill. The router (`router/costs.py`) and the
+    #: simulator multiply `transfer_s` by it, as it depends on who computes the prompt.
+    exposed_share: float = 0.0
 
     def prefill_token_s(self, uncached_tokens: float, prompt_tokens: float) -> float:
         """Return the mean seconds of one uncached token of a prompt.
@@ -309,8 +314,8 @@ class PlaceAttempt(msgspec.Struct, tag="place", frozen=True):
     avoided_workers: list[str] = msgspec.field(default_factory=list, name="avoid")
     #: workers that are dead for all that the gateway knows: never taken, the request waits instead
     lost_workers: list[str] = msgspec.field(default_factory=list, name="lost")
-    #: the decode worker is to compute the prompt itself; set for the last attempt that may fail,
-    #: which so needs no transfer
+    #: the decode worker is to compute the prompt itself; set for a request's final attempt, which so
+    #: needs no transfer that could fail
     local_prefill: bool = msgspec.field(default=False, name="local")
     tenant: str = ""  #: whose key the request came with; tenants take turns in the queue
     slo_class: str = "interactive"  #: by which the configuration has targets
@@ -660,8 +665,9 @@ class CallReply(msgspec.Struct, tag="statistics", frozen=True):
     """Answers the call of this id."""
 
     call_id: int = msgspec.field(name="call")
-    #: By name, as the call wants them: counts of statistics, what a role change or a drain answered,
-    #: or the rates and pids of a probe. Empty where it only says that the call was carried out.
+    #: By name, as the call wants them: counts of statistics, the router's decisions, how many attempts a
+    #: change of role handed over, or the rates and pids of a probe. Empty where it only says that the
+    #: call was carried out.
     values: dict[str, Any]
 
 

@@ -58,7 +58,8 @@ class WorkerFleet:
         self.workers: dict[str, WorkerState] = {}
         self.prefill_workers: list[WorkerState] = []  #: by slot, all whose role is to prefill
         self.decode_workers: list[WorkerState] = []  #: by slot, all whose role is to decode
-        self.only_mixed = False  #: every worker both prefills and decodes
+        #: Every worker both prefills and decodes. It says nothing while there is no worker.
+        self.only_mixed = False
         self.membership_version = 0  #: counts changes of membership
         self.by_slot: list[WorkerState | None] = []  #: None: the slot is free
         self.credited_slots: set[int] = set()  #: slots whose credit has come
@@ -189,7 +190,7 @@ class WorkerFleet:
         per_token_s = (
             self.isolated_prefill_s(TYPICAL_PROMPT_TOKENS) - base_s
         ) / TYPICAL_PROMPT_TOKENS
-        # unscaled, which rounds to four significant digits
+        # `scaled` by 1 rounds to four significant digits.
         return str(TargetSum(fixed_s=base_s, per_1k_s=1000 * per_token_s).scaled())
 
     def correct_prefill(

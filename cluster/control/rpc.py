@@ -166,8 +166,8 @@ class AdminHealth(health_pb2_grpc.HealthServicer):
 async def listen(service: AdminService, settings: ControlSettings) -> grpc.aio.Server:
     """Return a server that listens on `control.grpc_port`.
 
-    Raises RuntimeError when the port is not free after `BIND_TIMEOUT_S`: the replica before this
-    one may hold it for a while.
+    Raises RuntimeError when the port is not free after `BIND_TIMEOUT_S`: where Control was started anew,
+    its former process may hold it for a while.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + BIND_TIMEOUT_S

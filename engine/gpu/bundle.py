@@ -33,8 +33,8 @@ PYTHON_TAG = "3.12"
 #: A registry's wheels name one of these, exactly.
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)))
 
-#: A machine takes a folder of so many bytes. Wheels count as the zip files that they are, and files of
-#: the package as they lie there: they are few, and text.
+#: The folder is sent packed, and may have so many bytes then. A wheel counts with the bytes of its zip
+#: file, and a file of the package with its own, which is more than it will have.
 SIZE_LIMIT = 64 << 20
 
 #: Seconds that a registry may take for one wheel.

@@ -544,7 +544,10 @@ class VllmEngine:
                 _leave_only(logits, row, token.id)
 
     def _draw_further(self, request: HostedRequest, row: torch.Tensor) -> None:
-        """Draws the first ids of the further answers to a prompt, from the same logits."""
+        """Draws the first ids of the further answers to a prompt, from the same logits.
+
+        `further_answers` is true until the sequence has an id of its own.
+        """
         sequence = request.sequence
         if not sequence.further_answers:
             return
@@ -711,7 +714,8 @@ class VllmEngine:
     def _end(self, request: HostedRequest) -> None:
         """Ends a request in vLLM, if vLLM has not; pinned blocks stay for their transfer."""
         sequence = request.sequence
-        if sequence.finish_reason() is not None:  # else the answer goes on elsewhere, or was left
+        # An answer that goes on elsewhere, was left or failed is not counted: it has no end here.
+        if sequence.finish_reason() is not None:
             self._counters.request_preemptions.observe(request.vllm_request.num_preemptions)
         self._core.abort_requests([request.request_id])  # one that has ended is ignored
         if sequence.stop_after_first and sequence.attempt_key in self._pinned:

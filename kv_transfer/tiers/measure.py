@@ -27,8 +27,8 @@ from .service import TieredStore, TierLimits
 
 ROUNDS = 5
 COMPATIBILITY = bytes(16)  #: stands for the hash of a model and its layout
-#: Rows in which each block's checksum is computed once. A block is checked when it enters the memory
-#: store, so that no damage from the pool is kept; it goes on to the disk with that checksum.
+#: Rows in which each block's checksum is computed once: when it enters the memory store, and whenever
+#: it is read. The disk gets the checksum of the memory store.
 VERIFIED_ROWS = ("memory store", "memory load", "disk read, cached", "disk read, cold")
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from . import prompts
 from .cluster import BenchError
 
-CHILD_LIMIT_S = 900.0  #: For a child to end after it has closed its output; then it is killed.
+CHILD_LIMIT_S = 900.0  #: For a child to end after it has closed its output; then it is interrupted.
 #: For a child to end its cluster after an interrupt; then it is killed, and all that it started.
 STOP_LIMIT_S = 60.0
 LOG_LINES_LIMIT = 21  #: Lines of a child that are kept in case it fails.
@@ -135,7 +135,8 @@ def _measure_in_child(
 def _end(child: subprocess.Popen[str]) -> None:
     """End a child that leads its session, by an interrupt at which the child ends its cluster.
 
-    What is left of its group after `STOP_LIMIT_S` seconds is killed.
+    It has `STOP_LIMIT_S` seconds for that. What is left of its group then, or once it has ended, is
+    killed.
     """
     if child.poll() is None:
         child.send_signal(signal.SIGINT)

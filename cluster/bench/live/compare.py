@@ -269,14 +269,13 @@ def _ratio_interval(
 
     `our_met` and `peer_met` have one number for each request, as `_met` returns them.
     """
-    # Equal draws, by equal sizes, pick the same requests on both sides. Where cells of one side are
-    # missing, the sizes differ, and each side is drawn by its own.
-    peer_sizes = ours.sizes if len(our_met) == len(peer_met) else peer.sizes
+    # Where both sides have as many requests of each seed, equal draws pick the same ones.
     our_rates = _drawn_sums(our_met, ours.sizes) / ours.span_s
-    peer_rates = _drawn_sums(peer_met, peer_sizes) / peer.span_s
+    peer_rates = _drawn_sums(peer_met, peer.sizes) / peer.span_s
     with np.errstate(divide="ignore", invalid="ignore"):
         ratios = our_rates / peer_rates
-    ratios = np.nan_to_num(ratios, nan=1.0, posinf=math.inf)  # nothing over nothing counts as 1
+    # A draw in which nobody serves counts as 1. Where that is so in all, the ratio itself is None.
+    ratios = np.nan_to_num(ratios, nan=1.0, posinf=math.inf)
     # Without interpolation: between a number and infinity there is nothing.
     low, high = np.percentile(ratios, INTERVAL_PERCENTILES, method="inverted_cdf")
     return [_finite(float(low)), _finite(float(high))]
@@ -338,7 +337,8 @@ def table_document(
 ) -> dict[str, Any]:
     """Return the document of a table.
 
-    `picks` has the layout that `plan` picks for a rate and targets, by `pick_key`.
+    `picks` has the layout that `diptych plan` picks for a rate and targets, from the router's log of the
+    first cells, by `pick_key`.
     """
     runs = group_runs(cells, results)
     # What a layout is overloaded with depends on its own capacity, so no other gets the same.

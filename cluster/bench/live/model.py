@@ -74,5 +74,5 @@ def _corpus() -> list[str]:
     for _ in range(WORDS):
         syllables = rng.randint(2, SYLLABLES_LIMIT)
         word = "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(syllables))
-        lines.append(f" {word}" * 2)  # twice, so that words count for more beside those of line 1
+        lines.append(f" {word}" * 2)
     return lines

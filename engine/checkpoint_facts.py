@@ -1,8 +1,8 @@
 """What anyone needs to know of a checkpoint whichever engine computes it.
 
-`spec.read_spec` reads what our own decoder needs, and refuses models that it does not know. Where
-another engine computes the model, these few facts are enough for the gateway, and for
-`diptych serve` to check before it starts anything. Only JSON files are read, and no torch is needed.
+Gateways, `diptych serve` before it starts anything, and workers of another engine ask for them.
+`spec.read_spec` reads what our own decoder needs beside, and refuses models that it does not know.
+Only JSON files are read, and no torch is needed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CheckpointFacts:
 
 
 def read_facts(folder: Path) -> CheckpointFacts:
-    """Reads config.json and generation_config.json.
+    """Reads config.json, and the end ids from generation_config.json if that is there and names some.
 
     Raises WeightsError where a size is missing or no number. A missing architecture is `(none)`, and
     missing end ids are an empty tuple.

@@ -9,13 +9,23 @@ pages once. Linux only. Processes of other users are left out, unless root asks.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-#: A process is one of a cluster if its command line contains one of these.
-MARKS = ("ray::", "/ray/core/", "diptych serve", "ray/dashboard", "ray/_private")
+#: A process is one of a cluster if its command line contains one of these: Ray's own, `serve`, and
+#: what workers and gateways start (the fork server, template processes, ranks).
+MARKS = (
+    "ray::",
+    "/ray/core/",
+    "ray/dashboard",
+    "ray/_private",
+    "ray/autoscaler",
+    "diptych serve",
+    "diptych.cluster.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +82,8 @@ def _read_pss_kib(folder: Path) -> int:
 def _name(command: str) -> str:
     if "diptych serve" in command:
         return "diptych serve"
-    return command.split()[0].rsplit("/", 1)[-1]
+    module = re.search(r" -m (diptych\.\S+)", command)
+    return module[1] if module else command.split()[0].rsplit("/", 1)[-1]
 
 
 def main() -> None:

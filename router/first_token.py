@@ -114,7 +114,11 @@ class JoinEstimate:
 
 
 class FirstTokenHold:
-    """How long the first token of one answer is held, and why. Moments by the caller's clock."""
+    """How long an attempt's first tokens are held, and why. Moments by the caller's clock.
+
+    An attempt with several answers has one hold for all of them: it ends once any has its second token,
+    or ends.
+    """
 
     def __init__(
         self,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ..config import ClusterConfig
 
 app = typer.Typer(help="Show, check and compare configurations.", no_args_is_help=True)
-
-MODEL_ENTRY = re.compile(r"models\.[^.]+(\.\d[^.]*)*")  #: The key of an entry, as `models.qwen2.5`.
 
 File = Annotated[Path, typer.Argument(help="cluster.yaml")]
 Override = Annotated[
@@ -34,24 +32,25 @@ def show(
         ),
     ] = None,
     override: Override = None,
+    model: Annotated[
+        str, typer.Option(help="Of the running cluster: the model. Default: its first one.")
+    ] = "",
     admin: AdminUrl = HERE,
     token: Token = "",
 ) -> None:
     """Every value but the secret, and where it comes from: the file, --set or the default.
 
-    The running configuration is shown without where its values come from.
+    The running configuration is that of one model, without where its values come from.
     """
     if file is None and not override:
-        # A cluster tells the values of its configuration, but not where they are from.
-        import yaml
-
-        running_config = AdminClient(admin, token).get("/admin/v1/config")
-        typer.echo(yaml.safe_dump(running_config, sort_keys=False))
+        _show_running(AdminClient(admin, token), model)
         return
+    if model:
+        fail("--model is for the running configuration: a file shows all of its models", 2)
     overrides = _parse_overrides(override)  # by dotted key; a key may name a whole section
-    override_keys = _set_keys(overrides)
-    file_keys = _set_keys(_flatten(_read_tree(file)))
     config = _load(file, overrides)
+    override_keys = _set_keys(overrides, config.models)
+    file_keys = _set_keys(_flatten(_read_tree(file)), config.models)
     for key, value in _flatten(_dump(config)).items():
         origin = "default"
         # What an entry of models does not say is as at the top level.
@@ -66,10 +65,26 @@ def show(
         typer.echo(f"{key + ': ' + json.dumps(value):<60}  # {origin}")
 
 
-def _set_keys(values: dict[str, Any]) -> list[str]:
+def _show_running(client: AdminClient, model: str) -> None:
+    """Print the configuration of one model of a cluster, as YAML; of several, say which one it is.
+
+    A cluster tells the values of its configuration, but not where they are from.
+    """
+    import yaml
+
+    names = list(client.get("/admin/v1/cluster").get("models") or {})
+    query = f"?model={quote(model, safe='')}" if model else ""
+    running_config = client.get(f"/admin/v1/config{query}")
+    if len(names) > 1:
+        typer.echo(f"# {model or names[0]}, one of {', '.join(names)}: --model chooses another")
+    typer.echo(yaml.safe_dump(running_config, sort_keys=False))
+
+
+def _set_keys(values: dict[str, Any], models: Iterable[str]) -> list[str]:
     """Return the keys that were set; an entry of models that is a text is its checkpoint's path."""
+    entries = {f"models.{name}" for name in models}
     return [
-        f"{key}.model.path" if MODEL_ENTRY.fullmatch(key) and isinstance(value, str) else key
+        f"{key}.model.path" if key in entries and isinstance(value, str) else key
         for key, value in values.items()
     ]
 
@@ -77,11 +92,11 @@ def _set_keys(values: dict[str, Any]) -> list[str]:
 def _top_level_key(key: str, models: Iterable[str]) -> str:
     """Return the key outside of models of which a model's key has its default; else `key`.
 
-    The path and the name of a model are its own.
+    What an entry says of its model itself is its own.
     """
     for name in models:
         prefix = f"models.{name}."
-        if key.startswith((f"{prefix}model.path", f"{prefix}model.name")):
+        if key.startswith(f"{prefix}model."):
             return key
         if key.startswith(prefix):
             return key.removeprefix(prefix)

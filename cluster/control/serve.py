@@ -221,7 +221,9 @@ def without_application(applications: list[dict[str, Any]], name: str) -> list[d
 def with_leaving(applications: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """Return Serve's application configs in which one says that its model leaves.
 
-    The mark is in its router's `user_config`, which Serve changes in place: nothing restarts.
+    The mark is in its router's `user_config`, which Serve changes in place: nothing restarts. The router
+    does nothing about it. Gateways and Control see the mark in what Serve tells of its applications:
+    gateways take no more requests for the model, and Control then deletes the application.
     Raises ScaleError if there is no such application.
     """
     changed = copy.deepcopy(applications)

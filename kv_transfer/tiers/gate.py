@@ -16,7 +16,7 @@ RETRY_LIMIT_S = 300.0  #: the longest wait
 class DiskGate:
     """Says whether the disk is on, by the failures and successes of writing and opening.
 
-    Reading goes on while the disk is off. `now` is of any clock that does not go back.
+    Reading goes on while the disk is off, as long as its file is open. `now` is of any clock that does not go back.
     """
 
     def __init__(self) -> None:

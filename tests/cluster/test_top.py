@@ -129,7 +129,8 @@ def test_two_files_are_compared_with_their_defaults(tmp_path: Path) -> None:
 def test_values_of_models_come_from_their_entry_or_the_top_level(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(
-        "models: {tiny: /models/tiny, qwen2.5: {model: {path: /m}, slo: {ttft_ms: 9}}}\n"
+        "models: {tiny: /models/tiny, meta.llama: /models/llama, "
+        "qwen2.5: {model: {path: /m}, slo: {ttft_ms: 9}}}\n"
         "slo: {itl_ms: 50}\n"
     )
     code, text = config("show", str(file), "--set", "slo.ttft_ms=7")
@@ -139,10 +140,31 @@ def test_values_of_models_come_from_their_entry_or_the_top_level(tmp_path: Path)
         key.split(":")[0]: (key.split(": ")[1].strip(), origin) for key, origin in lines.items()
     }
     assert said["models.tiny.model.path"] == ('"/models/tiny"', str(file))
+    assert said["models.meta.llama.model.path"] == ('"/models/llama"', str(file))
+    assert said["models.meta.llama.pools.decode.replicas"] == ("1", "default")
     assert said["models.tiny.slo.itl_ms"] == ("50.0", str(file))
     assert said["models.tiny.slo.ttft_ms"] == ("7.0", "--set")
     assert said["models.qwen2.5.slo.ttft_ms"] == ("9.0", str(file))
     assert said["models.tiny.pools.decode.replicas"] == ("1", "default")
+
+
+def test_the_running_configuration_says_of_which_model_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def get(_: AdminClient, path: str) -> dict[str, Any]:
+        asked.append(path)
+        return {"models": {"a": {}, "b/c": {}}} if path.endswith("cluster") else {"silence_s": 3}
+
+    monkeypatch.setattr(AdminClient, "get", get)
+    code, text = config("show")
+    assert code == 0 and text.startswith("# a, one of a, b/c: --model chooses another\nsilence_s")
+    code, text = config("show", "--model", "b/c")
+    assert code == 0 and text.startswith("# b/c, one of a, b/c")
+    assert asked[-1] == "/admin/v1/config?model=b%2Fc"
+    code, text = config("show", "--model", "a", "--set", "silence_s=1")
+    assert code == 2 and "a file shows all of its models" in text
 
 
 def test_the_board_shows_the_pools_of_every_model() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from math import ceil
 from typing import Any, NamedTuple
 
 from .plan import LoadPlan
@@ -16,7 +17,7 @@ COLORS = ("#2f6db5", "#d1742c")  #: first and second run
 MISS = "#c0392b"  #: the color of targets, and of requests that missed one
 DIAGONAL = "#9aa7b5"
 CROWDED_RATIO = 1000  #: largest by smallest tick: beyond, labels would overlap
-SCATTER_LIMIT = 1500  #: points of a scatter plot from which on it has every n-th only
+SCATTER_LIMIT = 1500  #: points of a scatter plot, at most
 SMALLEST_GAP_MS = 0.05  #: a smaller value is drawn here: the axis is logarithmic
 SMALLEST_TTFT_MS = 0.1  #: the same, of points
 Document = dict[str, Any]
@@ -200,7 +201,7 @@ def _request_points(each: PlottedRun) -> Iterator[RequestPoints]:
     ttft_column = columns.index("ttft_ms")
     missed_column = columns.index("missed")
     served = [row for row in each.run["requests"] if row[ttft_column] is not None]
-    drawn = served[:: max(1, len(served) // SCATTER_LIMIT)]
+    drawn = served[:: max(1, ceil(len(served) / SCATTER_LIMIT))]
 
     def points_of(rows: list[list[Any]]) -> list[tuple[float, float]]:
         return [(row[at_column], max(SMALLEST_TTFT_MS, row[ttft_column])) for row in rows]

@@ -33,8 +33,8 @@ PYTHON_TAG = "3.12"
 #: A registry's wheels name one of these, exactly.
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)))
 
-#: The folder is sent packed, and may have so many bytes then. A wheel counts with the bytes of its zip
-#: file, and a file of the package with its own, which is more than it will have.
+#: The folder is sent packed, and may have so many bytes then. Of a wheel what is kept counts as it is
+#: compressed in its zip file, and a file of the package with its own bytes, which are more.
 SIZE_LIMIT = 64 << 20
 
 #: Seconds that a registry may take for one wheel.

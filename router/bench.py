@@ -108,7 +108,8 @@ class BenchCluster:
 def build(workers: int, entries: int, seed: int, decisions: int) -> BenchCluster:
     """Return a cluster, half prefill and half decode workers.
 
-    Its index has `entries` pairs of a worker and a prefix that the worker holds. The router keeps
+    For its index `entries` pairs of a worker and a prefix that the worker holds are drawn; what is drawn
+    twice, as parts of system prompts often are, is in it once. The router keeps
     records of its last `decisions` decisions.
     """
     # settle_s=0: the router does not wait for workers that may join late
@@ -130,7 +131,10 @@ def build(workers: int, entries: int, seed: int, decisions: int) -> BenchCluster
 def _make_histories(
     cluster: BenchCluster, names: list[str], entries: int
 ) -> dict[str, list[bytes]]:
-    """Make up conversations until workers hold `entries` hashes; returns these by worker."""
+    """Make up conversations until workers have `entries` hashes, repeated ones counted each time.
+
+    Returns these by worker.
+    """
     half = len(names) // 2
     system_prompts = [
         [cluster.random.bytes(16) for _ in range(SYSTEM_BLOCKS)] for _ in range(SYSTEM_PROMPTS)
@@ -274,7 +278,7 @@ def run(
 ) -> dict[str, Any]:
     """Time each placement with `queued` requests in the queue, then a whole mix of events.
 
-    `clock` is read in seconds. `entries` are pairs of a worker and a prefix in the index, and
+    `clock` is read in seconds. `entries` pairs of a worker and a prefix are drawn for the index, and
     `placements` are made in each of the three measurements, in `rounds` equal parts. The best of
     the rounds counts, as others may use the machine meanwhile. `least_`: the same placements a
     second time, and the shorter time of each, which leaves out what interrupts cost.

@@ -56,7 +56,9 @@ if TYPE_CHECKING:
 #: full. A step whose budget of tokens a long prompt takes up says nothing: vLLM has not looked.
 RESERVE_STEPS = 3
 GROWTH_RESERVE_SHARE = 16  #: One block in so many is left to answers that grow.
-BACKGROUND_PRIORITY = 1 << 40  #: Added to the priority of what is late; a lower one goes first.
+#: Added to the priority of what the router sends as background work, since it cannot be in time any
+#: more; a lower priority goes first.
+BACKGROUND_PRIORITY = 1 << 40
 RESERVE_PRIORITY = -1  #: A reservation costs no computing, so it goes before all prompts.
 
 
@@ -296,8 +298,8 @@ class VllmEngine:
         """Decodes a sequence whose KV has arrived.
 
         `other_answers`: (index, first id) of further answers to its prompt. `first_answer_ended`:
-        the sequence itself ended with its first id. `waited_s`: since that id was sent; it counts
-        as part of the sequence's first gap, for which steps are kept short.
+        the sequence itself ended with its first id. `waited_s`: since that id was sent; our own
+        engine keeps steps short by it, and vLLM has no such limit.
         """
         request_id = request_id_of(sequence.attempt_key, 0)
         request = self._requests.get(request_id)

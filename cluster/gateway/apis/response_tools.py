@@ -207,8 +207,9 @@ class NamedTool(BodyPart):
     @field_validator("type", mode="before")
     @classmethod
     def _check_type(cls, tool_type: Any) -> Any:
-        # Within `allowed_tools` that type is just wrong: it is no tool, so no sentence on tools.
-        if isinstance(tool_type, str) and tool_type not in ("function", "custom", "allowed_tools"):
+        # These two are offered, or no tool at all: the type is just wrong here, and it is said so.
+        known_types = ("function", "custom", "namespace", "allowed_tools")
+        if isinstance(tool_type, str) and tool_type not in known_types:
             raise ValueError(refusal_of(tool_type))
         return tool_type
 

@@ -70,7 +70,9 @@ class LeastSquaresFit:
         sum_points FORGETTING_FACTOR^age (y - factors . x)^2
         + INERTIA sum_i (sum_points FORGETTING_FACTOR^age x_i^2) (factors_i - before_i)^2
 
-    so where points do not tell two factors apart, both stay about what they were.
+    so where points do not tell two factors apart, both stay about what they were. A factor that would
+    be negative is left out, the most negative one first, and none comes back: on noisy points the sum
+    may end slightly above its least.
     """
 
     def __init__(self, size: int) -> None:

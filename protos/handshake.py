@@ -6,9 +6,10 @@
     listener -> dialler   Welcome(HMAC(secret, "listen", a, b))
 
 The `secret` of these proofs is the listener's own. `secret_of_listener` makes it from the cluster's
-secret and the listener's name: for KV that of a worker's transport of KV, its *agent*, and for frames
-the address. A proof
-for one listener is worthless at any other, so a false listener cannot pass it on.
+secret and the listener's name. For frames that is the address. For KV over sockets of ours (TCP and
+shared memory; NIXL has connections of its own, which prove nothing) it is the name of the *agent*, a
+worker's end of the transport. A proof for one listener is worthless at any other, so a false listener
+cannot pass it on.
 
 The listener proves itself last, and only to a dialler that has proved to know the secret.
 HMAC is HMAC-SHA256 (RFC 2104) over the parts, each behind its length. `a` and `b` are random, so

@@ -1,4 +1,7 @@
-"""What the router has decided since its start, as plain counts and histograms (pure)."""
+"""What the router has decided since its start, as plain counts and histograms (pure).
+
+A gateway's own questions before its first client (rehearsals) count only where they are refused.
+"""
 
 from __future__ import annotations
 

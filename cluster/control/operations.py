@@ -1,8 +1,8 @@
 """What operators can learn of a cluster and order, however they ask: the main path of this folder.
 
 Each model has one `Operations` (`model_control.py`). Its autopilot, and through
-`ClusterOperations` also `http.py`, `rpc.py` and `events.py`, give their orders through it, so an
-order means the same wherever it comes from. Models come and go by `model_orders.py`, and
+`ClusterOperations` also `http.py` and `rpc.py`, give their orders through it, so an
+order means the same wherever it comes from; `events.py` shows what they come to. Models come and go by `model_orders.py`, and
 `doctor.py` examines workers by itself. An order passes through these steps:
 
 1. It waits until no other order is under way, so that each is judged by the cluster as it is.

@@ -57,7 +57,7 @@ class HandoverResult:
     transport: str  #: Its name, as `open_transport` takes it.
     nbytes: int  #: Bytes of one round.
     gb_s: float  #: 10^9 bytes per second, in the best of ROUNDS.
-    intact: bool  #: True: the receiver has the sender's bytes.
+    intact: bool  #: True: the receiver has the sender's bytes, and has said so in time.
 
     #: 10^9 bytes per second that one end makes checksums of, best of ROUNDS; None in host memory.
     checksum_gb_s: float | None
@@ -162,7 +162,7 @@ def _checksum_seconds(pool: KVPool) -> float | None:
         seeds=blocks,
     )
     durations_s: list[float] = []
-    for _ in range(1 + ROUNDS):  # the first one compiles the kernel
+    for _ in range(1 + ROUNDS):  # the first one compiles the kernel, and is never the best
         started_at = time.perf_counter()
         started = digester.start(request)
         while started.poll() is None:

@@ -1,8 +1,8 @@
 """Events of the device: waits for one, and reports when a layer's KV is written.
 
 On a GPU the host only launches a layer's work. A transfer that starts at launch would read KV that
-is not written yet. So the host records an event behind each layer, and looks at the next launch
-which events the device has passed. It waits for the device only behind the last layer.
+is not written yet. So the host records an event behind each layer, and looks at each launch which
+events the device has passed. It waits for the device only behind the last layer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def wait_for_event(event: DeviceEvent, ranks: RankProcesses | None) -> None:
 class LayerCallbacks:
     """Calls `written(layer)` once the device has written that layer's KV.
 
-    The call comes from within the next `launched` that finds the KV written, or from `finish`.
+    The call comes from within the first `launched` that finds the KV written, mostly that of a later
+    layer, or from `finish`.
     Life: `launched` for each layer of a step in order, then `finish`. `make_event` makes an event
     of the device, such as `torch.cuda.Event`.
     """

@@ -242,9 +242,9 @@ def cell_setup(options: LiveOptions, cell: Cell, load: Load) -> dict[str, Any]:
 def differing_fact(cell: Cell, measured: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return how a cell's run differs from one that would be made now; "" if it does not.
 
-    Both have the facts of `run.machine_facts`: the commit, versions of libraries, the machine, and what
-    the model's folder holds. A file that differs is refused, as rows of a table must be comparable. A
-    cell of ours does not depend on vLLM.
+    Both have the facts of `run.machine_facts`: the commit, the versions of Diptych and Python, the
+    machine, the model's name and config.json, and vLLM's versions. A file that differs is refused, as
+    rows of a table must be comparable. A cell of ours does not depend on vLLM.
     """
     names = ["commit", "versions", "machine", "model"]
     if not isinstance(cell.layout, DiptychLayout):

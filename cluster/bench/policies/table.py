@@ -142,8 +142,8 @@ def markdown(comparisons: Sequence[Comparison], variant: str) -> str:
     lines += ["", "All rates:", "", "| cell | diptych | " + " | ".join(policies) + " |"]
     lines += ["|---|---|" + "---|" * len(policies)]
     for row in comparisons:
-        rates = {rival.policy: f"{rival.g90:.3f} {rival.split}" for rival in row.rivals}
-        cells = [f"{row.ours.g90:.3f} {row.ours.split}"]
+        rates = {rival.policy: f"{rival.g90:.3f} {rival.split}".rstrip() for rival in row.rivals}
+        cells = [f"{row.ours.g90:.3f} {row.ours.split}".rstrip()]
         cells += [rates.get(policy, "-") for policy in policies]
         lines.append(f"| {row.cell} | " + " | ".join(cells) + " |")
     commits = {result.commit for row in comparisons for result in (row.ours, *row.rivals)}
@@ -152,7 +152,7 @@ def markdown(comparisons: Sequence[Comparison], variant: str) -> str:
 
 
 def _rate(result: SearchResult) -> str:
-    return f"{result.g90:.3f} ({result.low:.3f} to {result.high:.3f}) {result.split}"
+    return f"{result.g90:.3f} ({result.low:.3f} to {result.high:.3f}) {result.split}".rstrip()
 
 
 def _own_row(ours: SearchResult) -> str:

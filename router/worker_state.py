@@ -92,7 +92,6 @@ class WorkerState:
     #: negative if one is late
     slack_s: float = inf
     pending_tokens: int = 0  #: uncached tokens of the pending prompts
-    pending_prompt_tokens: int = 0  #: all tokens of the pending prompts
     urgent_prompts: int = 0  #: pending prompts that are not background work
     urgent_tokens: int = 0  #: their uncached tokens
     urgent_until: float = 0.0  #: when they are computed, by prediction; as if no others were there
@@ -188,14 +187,12 @@ class WorkerState:
         works = self.pending_prefills
         ends_at = self.head_began
         self.pending_tokens = 0
-        self.pending_prompt_tokens = 0
         self.urgent_prompts = 0
         self.urgent_tokens = 0
         self.urgent_until = self.head_began
         self.slack_s = inf
         for work in works.values():
             self.pending_tokens += work.uncached_tokens
-            self.pending_prompt_tokens += work.prompt_tokens
             ends_at += work.seconds
             if work.background:
                 continue

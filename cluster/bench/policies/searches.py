@@ -105,6 +105,7 @@ def _run_waiting(
     waiting: Sequence[PolicySearch], folder: Path, jobs: int, commit: str, report: ReportLine
 ) -> None:
     started_at = time.perf_counter()
+    others = set(active_children())
     with simulation_processes(jobs) as pool:
         # No more than run at a time: what a pool has taken on cannot be cancelled.
         coming = iter(waiting)
@@ -130,8 +131,9 @@ def _run_waiting(
                         future = pool.submit(search_into_file, following, folder, commit)
                         running[future] = following
         except BaseException:
-            for process in active_children():  # of this command: the pool's
-                process.terminate()
+            # Not `terminate`: a process inherits how this one takes SIGTERM.
+            for process in set(active_children()) - others:
+                process.kill()
             raise
 
 

@@ -194,5 +194,6 @@ def test_cells_are_named_alone_or_in_groups() -> None:
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
-    called = CliRunner().invoke(app, ["bench", "policies", "--traces", str(tmp_path), *arguments])
+    folders = ["--traces", str(tmp_path), "--folder", str(tmp_path / "results")]
+    called = CliRunner().invoke(app, ["bench", "policies", *folders, *arguments])
     assert called.exit_code == 2 and sentence in " ".join(called.output.split()), called.output

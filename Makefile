@@ -26,7 +26,7 @@ test: install build/litellm build/quick-clients
 
 test-all: test test-slow
 
-# SHARE=K/N runs every Nth file, from the Kth: CI runs a third for each commit, as all take 24 minutes.
+# SHARE=K/N runs every Nth file, from the Kth: each run of CI takes a third, as all take 24 minutes.
 SHARE :=
 SLOW_SHARE := $(SHARE:%=--share %)
 test-slow: install build/litellm build/quick-clients

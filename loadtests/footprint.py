@@ -24,7 +24,9 @@ MARKS = (
     "ray/_private",
     "ray/autoscaler",
     "diptych serve",
-    "diptych.cluster.",
+    "diptych.cluster.launch.",
+    "diptych.cluster.gateway.",
+    "diptych.cluster.worker.",
 )
 
 

@@ -26,20 +26,26 @@ LEAST_FREE_PERCENT = 0.1  #: of a full KV pool
 MORE_THAN_REQUESTS = 100_000  #: a percent counts for more than any number of requests
 
 
-def fewest_alone(counts: Sequence[int], spread: int) -> list[float] | None:
-    """Return costs by which the fewest requests win, if the counts differ by `spread`; else None."""
-    if max(counts) - min(counts) < spread:
-        return None
-    return [float(count) for count in counts]
+def balanced(counts: Sequence[int], spread: int, costs: Sequence[float]) -> list[float]:
+    """Return the costs of workers with these numbers of requests, as far as they are in balance.
 
-
-def busiest_allowed(counts: Sequence[int]) -> float:
-    """Return the mean of the counts and one standard deviation: a busier worker is passed over."""
+    Where the numbers differ by `spread` or more, they are the costs themselves: the fewest win. A worker
+    with more than the mean and one standard deviation costs inf.
+    """
+    if max(counts) - min(counts) >= spread:
+        return [float(count) for count in counts]
     mean = sum(counts) / len(counts)
-    if len(counts) == 1:
-        return mean
-    variance = sum((count - mean) ** 2 for count in counts) / (len(counts) - 1)
-    return mean + sqrt(variance)
+    squares = sum((count - mean) ** 2 for count in counts)
+    deviation = sqrt(squares / (len(counts) - 1)) if len(counts) > 1 else 0.0
+    return [
+        cost if count <= mean + deviation else inf
+        for count, cost in zip(counts, costs, strict=True)
+    ]
+
+
+def cached_percents(request: QueuedRequest, workers: Sequence[WorkerState]) -> list[int]:
+    """Return the whole percent of the prompt that each worker has cached."""
+    return [100 * request.cached_tokens(worker) // request.prompt_tokens for worker in workers]
 
 
 class Aibrix(EarlyPolicy):
@@ -51,17 +57,12 @@ class Aibrix(EarlyPolicy):
         if not workers:
             return []
         counts = [len(worker.pending_prefills) for worker in workers]
-        unbalanced = fewest_alone(counts, PREFILL_SPREAD)
-        if unbalanced is not None:
-            return unbalanced
-        limit = busiest_allowed(counts)
         most = max(1, *counts)
-        costs = []
-        for worker, count in zip(workers, counts, strict=True):
-            cached_percent = 100 * request.cached_tokens(worker) // request.prompt_tokens
-            cost = (100 - cached_percent) * MISS_COST + count / most
-            costs.append(cost if count <= limit else inf)
-        return costs
+        costs = [
+            (100 - percent) * MISS_COST + count / most
+            for percent, count in zip(cached_percents(request, workers), counts, strict=True)
+        ]
+        return balanced(counts, PREFILL_SPREAD, costs)
 
     def mixed_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], now: float
@@ -69,17 +70,12 @@ class Aibrix(EarlyPolicy):
         if not workers:
             return []
         counts = [worker.active_requests for worker in workers]
-        unbalanced = fewest_alone(counts, MIXED_SPREAD)
-        if unbalanced is not None:
-            return unbalanced
-        limit = busiest_allowed(counts)
-        costs = []
-        for worker, count in zip(workers, counts, strict=True):
-            cached_percent = 100 * request.cached_tokens(worker) // request.prompt_tokens
-            # The longest match wins, and of equal ones the fewest requests.
-            cost = float((100 - cached_percent) * MORE_THAN_REQUESTS + count)
-            costs.append(cost if count <= limit else inf)
-        return costs
+        # The longest match wins, and of equal ones the fewest requests.
+        costs = [
+            float((100 - percent) * MORE_THAN_REQUESTS + count)
+            for percent, count in zip(cached_percents(request, workers), counts, strict=True)
+        ]
+        return balanced(counts, MIXED_SPREAD, costs)
 
     def decode_costs(
         self, request: QueuedRequest, workers: Sequence[WorkerState], span: PrefillSpan
@@ -87,9 +83,8 @@ class Aibrix(EarlyPolicy):
         if not workers:
             return []
         counts = [worker.rows for worker in workers]
-        unbalanced = fewest_alone(counts, DECODE_SPREAD)
-        if unbalanced is not None:
-            return unbalanced
+        if max(counts) - min(counts) >= DECODE_SPREAD:
+            return [float(count) for count in counts]
         throughputs = [worker.rows / worker.step_s if worker.step_s else 0.0 for worker in workers]
         if max(throughputs) - min(throughputs) > THROUGHPUT_SPREAD_MAX:
             return throughputs

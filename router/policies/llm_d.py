@@ -29,9 +29,8 @@ from .policy import EarlyPolicy
 # prefix-cache-affinity-filter
 STICKY_SHARE = 0.80  #: of the prompt: a worker that has as much of it cached is sticky
 STRICT_SHARE = 0.99  #: the same for the first of two filters in the chain with the predictor
-PREFILL_TOKENS_PER_S = (
-    15_928.0  #: peak prefill throughput, by which tokens in flight become seconds
-)
+#: Peak prefill throughput, by which tokens in flight become seconds.
+PREFILL_TOKENS_PER_S = 15_928.0
 TOKEN_PENALTY_S = 18.0  #: by so much later a sticky worker may begin, by that throughput
 PREDICTED_PENALTY_S = 5.0  #: the same by a prediction
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import time
@@ -84,6 +85,30 @@ def test_results_of_another_setup_are_refused_by_name(traces: Path, tmp_path: Pa
     search.file(tmp_path).write_text("{")
     with pytest.raises(SimulationError, match="remove it, and it is searched again"):
         run_searches([search], tmp_path, jobs=1, commit="", report=print)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_search(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searches_module, "find_g90", None)
+    (tmp_path / "file").write_text("")
+    search = PolicySearch(CELL, traces, "diptych", "policy-only", 1)
+    with pytest.raises(SimulationError, match="cannot write into .*file"):
+        run_searches([search], tmp_path / "file", jobs=1, commit="", report=print)
+
+
+def test_a_disk_that_fills_up_is_a_sentence_and_no_half_result(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(searches_module, "find_g90", found_by)
+    monkeypatch.setattr(searches_module, "_write", full)
+    search = PolicySearch(CELL, traces, "diptych", "policy-only", 1)
+    with pytest.raises(SimulationError, match=r"cannot write .*: No space left"):
+        run_searches([search], tmp_path, jobs=1, commit="", report=print)
+    assert not search.file(tmp_path).exists()
 
 
 def test_a_missing_trace_is_a_sentence(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ print(len(next(read_messages(sys.stdin.buffer))))
 """
 TEXTS = [rig.prompt(n, seed) for n, seed in ((130, 1), (64, 2), (3, 3), (200, 4))]
 
+#: A prompt that no engine has cached from another test.
+UNSEEN = rig.prompt(130, 8)
+
 
 @contextmanager
 def on(ranks: int, folder: Path, dtype: str, **limits: int) -> Iterator[Engine]:
@@ -105,16 +108,16 @@ class TestOnePair:
         sampling = Sampling(1, prompt_logprobs=2)
         results = []
         for engine in (alone, pair.engine):
-            engine.add(rig.request(engine, "logprobs", TEXTS[0], sampling))
+            engine.add(rig.request(engine, "logprobs", UNSEEN, sampling))
             _, seen = rig.drain(engine)
             results.append([token for output in seen for token in output.prompt_logprobs])
-        assert [t.id for t in results[0]] == [t.id for t in results[1]] == TEXTS[0][1:]
+        assert [t.id for t in results[0]] == [t.id for t in results[1]] == UNSEEN[1:]
         for one, two in zip(*results, strict=True):
             assert one.logprob == pytest.approx(two.logprob, abs=1e-4)
 
     def test_several_answers_begin_on_every_rank(self, pair: Pair) -> None:
         engine = pair.engine
-        engine.add(rig.request(engine, "several", TEXTS[0][:100], Sampling(20, n=3)))
+        engine.add(rig.request(engine, "several", rig.prompt(100, 9), Sampling(20, n=3)))
         answers: dict[int, list[int]] = {}
         while engine.scheduler.live:
             for output in engine.step():

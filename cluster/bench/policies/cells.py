@@ -6,7 +6,7 @@ is used (`head`): its requests repeat the same prefixes, and a search offers it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MODEL = "llama3.1-70b-fp8"
 FLEET = "H200:32"
@@ -49,10 +49,9 @@ AZURE_CONVERSATION = TraceShare("azure-conversation", "azure2023_conv_0_25min.js
 AGENTS = TraceShare("agents", "agent_sessions_even.jsonl.gz", 0.2)
 
 
-def _cell(share: TraceShare, targets: str, name: str = "", **fleet: object) -> Cell:
-    text = TARGETS[targets]
-    cell_name = name or f"{share.name}-{targets}"
-    return Cell(cell_name, share.file, share.head, text, **fleet)  # type: ignore[arg-type]
+def _cell(share: TraceShare, targets: str) -> Cell:
+    """Return the cell of a trace and of targets, by their names, on the usual fleet."""
+    return Cell(f"{share.name}-{targets}", share.file, share.head, TARGETS[targets])
 
 
 #: Four traces under three pairs of targets.
@@ -65,15 +64,18 @@ TWELVE = tuple(
 #: Other loads and fleets.
 MORE = (
     _cell(AGENTS, "2s-50ms"),
-    _cell(
-        CONVERSATION,
-        "3x-50ms",
-        "conversation-8b-h100",
+    replace(
+        _cell(CONVERSATION, "3x-50ms"),
+        name="conversation-8b-h100",
         model="llama3.1-8b-bf16",
         fleet="H100:8",
         tp=1,
     ),
-    _cell(CONVERSATION, "3x-50ms", "conversation-h100-h200", fleet="H100:16,H200:16"),
+    replace(
+        _cell(CONVERSATION, "3x-50ms"),
+        name="conversation-h100-h200",
+        fleet="H100:16,H200:16",
+    ),
 )
 
 GROUPS = {"twelve": TWELVE, "more": MORE, "all": TWELVE + MORE}

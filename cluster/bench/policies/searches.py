@@ -14,6 +14,7 @@ another set-up is refused by name.
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -36,7 +37,7 @@ from ....simulator.sources import load_trace
 from ....simulator.trace import Trace
 from .cells import Cell
 
-ReportLine = Callable[[str], None]
+ReportLine = Callable[[str], None]  #: takes one line for a person
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,8 @@ class SearchResult(msgspec.Struct, frozen=True):
     #: a refused one.
     lateness_p95: float | None
     lateness_p99: float | None
-    lowest_decile: (
-        float  #: the least share in time among the tenths of the prompts' lengths, at G90
-    )
+    #: The least share that met its targets, among the tenths of the prompts' lengths, at G90.
+    lowest_decile: float
     requests: int  #: that were simulated
     seconds: float  #: of one core
 
@@ -87,8 +87,10 @@ def run_searches(
     """Run what has no file yet, `jobs` at a time, and return the results in the order of `searches`.
 
     An interrupt, or a search that fails, ends those that run. Raises SimulationError for a file of
-    another set-up, and for a trace that cannot be read.
+    another set-up, for a trace that cannot be read, and for a folder that cannot be written: before
+    the first search, and again where a disk fills up.
     """
+    _check_writable(folder)
     wanted = list(dict.fromkeys(searches))
     waiting = [search for search in wanted if _read(search, folder) is None]
     for file in sorted({search.traces / search.cell.trace for search in waiting}):
@@ -140,8 +142,22 @@ def _run_waiting(
 def search_into_file(search: PolicySearch, folder: Path, commit: str) -> SearchResult:
     """Run a search and write what it found, in the process that searches."""
     result = find_g90(search, commit)
-    _write(search.file(folder), result)
+    file = search.file(folder)
+    try:
+        _write(file, result)
+    except OSError as error:
+        raise SimulationError(f"cannot write {file}: {error.strerror}") from None
     return result
+
+
+def _check_writable(folder: Path) -> None:
+    """Raise SimulationError if results could not be written: they take minutes each."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise SimulationError(f"cannot write into {folder}: {error.strerror}") from None
 
 
 def find_g90(search: PolicySearch, commit: str = "") -> SearchResult:

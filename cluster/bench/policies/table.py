@@ -13,11 +13,11 @@ from .searches import SearchResult
 
 
 class Verdict(StrEnum):
-    """How ours compares with the best rival, by the intervals of both."""
+    """How ours compares with all rivals of a cell, by everybody's intervals."""
 
-    AHEAD = "ahead"  #: our interval is wholly above
-    TIE = "tie"  #: the intervals touch
-    BEHIND = "behind"  #: our interval is wholly below
+    AHEAD = "ahead"  #: our interval is wholly above those of all rivals
+    TIE = "tie"  #: neither of the two
+    BEHIND = "behind"  #: our interval is wholly below that of one rival or more
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_first_search(
     monkeypatch.setattr(searches_module, "find_g90", None)
     (tmp_path / "file").write_text("")
     search = PolicySearch(CELL, traces, "diptych", "policy-only", 1)
-    with pytest.raises(SimulationError, match="cannot write into .*file"):
+    with pytest.raises(SimulationError, match=r"cannot write into .*file"):
         run_searches([search], tmp_path / "file", jobs=1, commit="", report=print)
 
 

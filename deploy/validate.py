@@ -17,15 +17,19 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
-import kubernetes_validate
+import kubernetes_validate.utils
 import yaml
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT.parent))  # run as a file, Python would find only this folder
 from deploy import crds, kuberay, rules  # noqa: E402
 from deploy.manifests import Manifest, templates  # noqa: E402
+
+# The library parses its definitions again for every object: two megabytes of JSON.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 KUBERNETES = "1.34.0"  #: The version of Kubernetes' schemas.
 #: Kinds that CRDs define: KubeRay's, and two of the Prometheus operator.

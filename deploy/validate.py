@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT.parent))  # run as a file, Python would find only th
 from deploy import crds, kuberay, rules  # noqa: E402
 from deploy.manifests import Manifest, templates  # noqa: E402
 
-# The library parses its definitions again for every object: two megabytes of JSON.
+# The library parses its definitions again for every object: 1.5 MB of JSON.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 KUBERNETES = "1.34.0"  #: The version of Kubernetes' schemas.

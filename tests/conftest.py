@@ -72,13 +72,6 @@ def _shared_ssl_context(
 httpx._transports.default.create_ssl_context = _shared_ssl_context
 
 
-gc.disable()  # until all tests are collected: each process would spend four seconds of fifteen on garbage
-
-
-def pytest_collection_finish() -> None:
-    gc.enable()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_old_to_collect() -> None:
     """Keep the garbage collector from all that the tests before this file have left.

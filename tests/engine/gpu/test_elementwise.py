@@ -25,7 +25,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def same_rotated(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal up to a last bit of float16 of the pair that was rotated.
+    """Check that rotated numbers are equal up to a last bit of float16 of the pair that was rotated.
 
     Each number is `a cos - b sin` or `a sin + b cos` of a pair that is rounded before, so where the two
     terms nearly cancel the difference is small beside the pair and not beside the number. A rotation

@@ -84,6 +84,14 @@ class QueuedRequest:
         spread = (self.tie_hash + slot * TIE_SPREAD) & 0xFFFF
         return spread << 16 | slot
 
+    @property
+    def is_put_off(self) -> bool:
+        """Whether it waits longer because its tenant has asked more than its share.
+
+        It says so only of a request that has entered the queue.
+        """
+        return self.start_by_s > self.deadline - self.fastest_prefill_s
+
     def is_old(self, now: float) -> bool:
         """Return whether it has waited for long enough to slow others down.
 
@@ -107,6 +115,14 @@ Rank = tuple[int, float, int]
 RankedRequests = list[tuple[Rank, QueuedRequest]]
 
 
+#: (seconds of its fastest prefill, number of its entry): the order of urgent requests by length
+Length = tuple[float, int]
+
+
+def _length_of(entry: tuple[Length, QueuedRequest]) -> Length:
+    return entry[0]
+
+
 def _rank_of(entry: tuple[Rank, QueuedRequest]) -> Rank:
     return entry[0]
 
@@ -121,6 +137,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self.by_key: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()  #: in order of entry
         self.urgent: RankedRequests = []  #: the most urgent first
+        self._by_length: list[tuple[Length, QueuedRequest]] = []  #: the same, the longest last
         #: In the order in which they became so: the one that is overdue for longest is the first.
         self.overdue: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()
         self.prefill_s = 0.0  #: fastest prefills of all urgent requests
@@ -147,6 +164,10 @@ class RequestQueue:
         """Return the first urgent requests, `limit` at most."""
         return [request for _, request in self.urgent[:limit]]
 
+    def longest_urgent(self, limit: int) -> list[QueuedRequest]:
+        """Return the urgent requests with the longest prefills, `limit` at most, the longest first."""
+        return [request for _, request in self._by_length[: -limit - 1 : -1]]
+
     # ---- entering --------------------------------------------------------------------------------
 
     def enter(self, request: QueuedRequest, now: float, capacity: float) -> None:
@@ -161,6 +182,8 @@ class RequestQueue:
         self.by_key[request.attempt_key] = request
         self._ranks[request.attempt_key] = rank
         insort(self.urgent, (rank, request), key=_rank_of)
+        length = (request.fastest_prefill_s, self._entered)
+        insort(self._by_length, (length, request), key=_length_of)
         self.prefill_s += request.fastest_prefill_s
         self.prefer(request, request.preferred_worker, request.preferred_prefill_s)
         heapq.heappush(self._expiries, (request.expires_at, self._entered, request))
@@ -246,9 +269,15 @@ class RequestQueue:
             self.overdue_prefill_s = 0.0  # rounding errors do not pile up
 
     def _remove_urgent(self, request: QueuedRequest) -> None:
-        position = bisect_left(self.urgent, self._ranks[request.attempt_key], key=_rank_of)
+        rank = self._ranks[request.attempt_key]
+        position = bisect_left(self.urgent, rank, key=_rank_of)
         assert self.urgent[position][1] is request
         del self.urgent[position]
+        _, _, entry = rank
+        length = (request.fastest_prefill_s, entry)
+        position = bisect_left(self._by_length, length, key=_length_of)
+        assert self._by_length[position][1] is request
+        del self._by_length[position]
         self._stop_preferring(request)
         self.prefill_s -= request.fastest_prefill_s
         if not self.urgent:

@@ -6,7 +6,7 @@ out of work. To decode alone, a worker needs none: there it is room that counts.
 A request is urgent while it can meet its deadline. The most urgent one is of the highest priority,
 and of those the one whose prefill must begin first, put off by what its tenant has had beyond its
 share. Whoever cannot be served in time any more is overdue, or is refused if its class
-prefers that. There are four ways to a worker:
+prefers that. If not all can be in time, the longest prompt is late. There are four ways to a worker:
   push: a request chooses the worker that has its first token earliest. If that one is busy, the
         request takes the best of the free ones, unless the busy one is clearly earlier; then it
         waits, and prefers that worker if another would have to compute much more
@@ -52,14 +52,16 @@ SAVED_SHARE = 0.5
 PUT_OFF_FACTOR = 2.0
 #: A worker pulls a request only if so many times its predicted wait and prefill are left to it.
 TIME_MARGIN = 1.4
-OVERDUE_TURN = 8  #: every so many pulls are for the oldest overdue request, once it is old
+#: Of the prefill that is begun, the share that is kept for the oldest overdue request, once it is old.
+OVERDUE_SHARE = 1 / 8
+LONGEST_COMPARED = 8  #: of the longest urgent requests, to find one to be late in place of a new one
 CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
 OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
 
 #: Of the fleet's rate, the share at which overdue requests are taken to be served at least, when
-#: the wait of a newcomer is predicted: about every `OVERDUE_TURN`-th pull is theirs. While all
-#: workers have much to do they get less, and wait longer than was predicted.
-LOWEST_RATE = 1 / OVERDUE_TURN
+#: the wait of a newcomer is predicted. While all workers have much to do they get less, and wait
+#: longer than was predicted.
+LOWEST_RATE = OVERDUE_SHARE
 
 
 class Outcome(Enum):
@@ -98,7 +100,8 @@ class DeadlinePolicy:
         #: queued requests whose prompts a decode worker has to compute, while prefill workers
         #: compute the others
         self._local_requests: dict[AttemptKey, QueuedRequest] = {}
-        self._pulls = 0  #: that placed a request
+        #: seconds of prefill of urgent requests that go before the oldest overdue one's next turn
+        self._urgent_turn_s = 0.0
         self._urgent_rate = DrainRate()
         self._overdue_rate = DrainRate()
         self._next_offer_at = -inf
@@ -147,10 +150,10 @@ class DeadlinePolicy:
         return self._admit(request, now)
 
     def _admit(self, request: QueuedRequest, now: float) -> Rejection | None:
-        """Let a queued request stay among the urgent ones only if it can be in time behind them.
+        """Keep the urgent requests to those that can be in time, now that one has entered.
 
-        Otherwise it waits with the overdue ones; it is refused if its class prefers that, or if too
-        many wait there.
+        If they are too many, one of them waits with the overdue ones: the new one, or a much longer
+        one. It is refused if its class prefers that, or if too many wait there.
         """
         queue = self.queue
         capacity = max(self.placer.capacity, 1)
@@ -164,16 +167,36 @@ class DeadlinePolicy:
         lateness_s = begins_at + urgent_s - request.deadline
         if lateness_s <= 0 or len(queue.urgent) <= capacity:
             return None
-        if request.slo.early_reject:
-            queue.refuse(request)
-            return Rejection(request, lateness_s, retry_after_s=lateness_s)
+        late = self._longer_than(request) or request
+        if late.slo.early_reject:
+            queue.refuse(late)
+            return Rejection(late, lateness_s, retry_after_s=lateness_s)
         overdue_rate = max(self._overdue_rate.rate(capacity), lowest_rate)
         wait_s = queue.overdue_prefill_s / overdue_rate
         wait_limit_s = self.config.background_wait_s
         if wait_s > wait_limit_s:
-            queue.refuse(request)
-            return Rejection(request, lateness_s, wait_s, retry_after_s=wait_s - wait_limit_s)
-        queue.mark_overdue(request)
+            queue.refuse(late)
+            return Rejection(late, lateness_s, wait_s, retry_after_s=wait_s - wait_limit_s)
+        queue.mark_overdue(late)
+        return None
+
+    def _longer_than(self, request: QueuedRequest) -> QueuedRequest | None:
+        """Return the urgent request to be late in place of a new one: the longest; None: there is none.
+
+        One long prompt that is late lets many short ones be in time. To make the longest job late
+        leaves the fewest late ones (J. M. Moore, "An n job, one machine sequencing algorithm for
+        minimizing the number of late jobs", Management Science 15(1), 1968).
+
+        It is of no higher priority. It is the same tenant's, or of one that has had more than its
+        share: a tenant with many short prompts does not put off those of others.
+        """
+        for other in self.queue.longest_urgent(LONGEST_COMPARED):
+            if other.fastest_prefill_s <= request.fastest_prefill_s:
+                return None
+            if other.slo.priority < request.slo.priority:
+                continue
+            if other.place.tenant == request.place.tenant or other.is_put_off:
+                return other
         return None
 
     def _queue_unchosen(self, request: QueuedRequest, now: float) -> None:
@@ -412,7 +435,8 @@ class DeadlinePolicy:
         """Place the request on the worker that has its first token earliest, of those that take it now.
 
         With `auto` a decode worker is preferred where it is better. The request waits if nobody takes
-        it, or if a busy worker is clearly earlier than every free one.
+        it, or if a busy worker is clearly earlier than every free one. If it would be late on the best
+        worker, it waits for those that may be in time.
         """
         if not candidates:
             return Outcome.NOTHING
@@ -421,10 +445,11 @@ class DeadlinePolicy:
             others_s = 0.0 if best.has_credit else self._others_share_s(request)
             deadline = self._deadline(request, now)
             remote_s = best.cost + others_s
-            local = self.placer.better_local(request, remote_s, deadline, now)
-            if local is None and now + remote_s > request.deadline:
+            if now + remote_s > request.deadline:
                 # `better_local` plans for half the ITL target in a step; the whole one may do.
                 local = self.placer.local_in_time(request, now)
+            else:
+                local = self.placer.better_local(request, remote_s, deadline, now)
             if local is not None:
                 return self._commit(local, now, decided)
         if not best.has_credit:
@@ -435,6 +460,8 @@ class DeadlinePolicy:
                 self._wait_for(request, best, saved_s=slowest_s - best.prefill_s)
                 return Outcome.NOTHING
             best = taker
+        if now + best.cost > request.deadline and self._others_are_urgent(request):
+            return Outcome.NOTHING
         placement = self._pair(request, best.worker, PlacementKind.PUSH, now)
         if placement is not None and self.placer.records_options:
             placement.prefill_candidates = candidates
@@ -477,6 +504,11 @@ class DeadlinePolicy:
             )
             candidates.append(candidate)
         return candidates
+
+    def _others_are_urgent(self, request: QueuedRequest) -> bool:
+        """Return whether urgent requests wait beside this one, which is not overdue."""
+        own_count = int(request.attempt_key in self.queue)
+        return len(self.queue.urgent) > own_count
 
     def _others_share_s(self, request: QueuedRequest) -> float:
         """Return the seconds that other urgent requests take each prefill worker, if none is idle.
@@ -544,7 +576,6 @@ class DeadlinePolicy:
             placement = self._pair(request, worker, PlacementKind.PULL, now)
         if placement is not None:
             placement.passed_over = choice.passed_over
-            self._pulls += 1
         return self._commit(placement, now, decided)
 
     def _may_take(self, worker: WorkerState, request: QueuedRequest) -> bool:
@@ -559,7 +590,7 @@ class DeadlinePolicy:
 
         Without turns, urgent requests that keep coming would hold it up for ever.
         """
-        if self._pulls % OVERDUE_TURN or not self.queue.overdue:
+        if self._urgent_turn_s > 0 or not self.queue.overdue:
             return None
         oldest = next(iter(self.queue.overdue.values()))
         return oldest if oldest.is_old(now) and self._may_take(worker, oldest) else None
@@ -678,8 +709,13 @@ class DeadlinePolicy:
         # It is no longer idle; when it has credit again, it pulls again.
         self.idle_slots.discard(placement.computing_worker.slot)
         request = placement.request
-        rate = self._overdue_rate if request.overdue else self._urgent_rate
-        rate.served(request.fastest_prefill_s)
+        prefill_s = request.fastest_prefill_s
+        if request.overdue:
+            self._overdue_rate.served(prefill_s)
+            self._urgent_turn_s = prefill_s * (1 / OVERDUE_SHARE - 1)
+        else:
+            self._urgent_rate.served(prefill_s)
+            self._urgent_turn_s -= prefill_s
         self.placer.commit(placement, now)
         decided.append(placement)
         return Outcome.PLACED

@@ -369,6 +369,10 @@ class World(RuleBasedStateMachine):
         assert sorted(ranks) == ranks
         assert {r.attempt_key for r in urgent} | set(queue.overdue) == set(queue.by_key)
         assert len(urgent) + len(queue.overdue) == len(queue.by_key)
+        longest = queue.longest_urgent(len(urgent) + 1)
+        assert {r.attempt_key for r in longest} == {r.attempt_key for r in urgent}
+        lengths_s = [request.fastest_prefill_s for request in longest]
+        assert lengths_s == sorted(lengths_s, reverse=True) and len(lengths_s) == len(urgent)
         preferring = [request for own in queue.preferring.values() for _, request in own]
         expected = {r.attempt_key for r in urgent if r.preferred_worker}
         assert {r.attempt_key for r in preferring} == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -207,6 +208,96 @@ def test_what_cannot_be_in_time_behind_the_urgent_ones_waits_in_the_background_a
     assert sorted(order) == ["r1", "r2", "r3", "r4", "r5"] and not rig.refused
     background = {name for name, frame in rig.frames.items() if frame.background}
     assert {"r3", "r4", "r5"} <= background and "r1" not in background
+
+
+def late_of(rig: Rig) -> set[str]:
+    return {name for name, _ in rig.router.queue.overdue}
+
+
+def with_a_long_prompt_waiting(**config: Any) -> Rig:
+    """One worker with 1 s of work, and a prompt of 3 s that can be in time behind it."""
+    rig = Rig("prefill/a", "decode/x", **config)
+    rig.ask("r0", ttft_s=1.1, tenant="t")
+    rig.ask("long", prompt=3000, ttft_s=5.0, tenant="t")
+    return rig
+
+
+def test_the_longest_prompt_is_late_if_not_all_can_be_in_time() -> None:
+    rig = with_a_long_prompt_waiting()
+    for name in ("r1", "r2"):
+        rig.ask(name, ttft_s=4.5, tenant="t")
+    assert late_of(rig) == {"long"} and not rig.refused
+    served = list(rig.first("r0", after=1.0))
+    for _ in range(2):
+        served += rig.first(served[-1], after=1.0)
+    assert served == ["r1", "r2", "long"]
+
+
+def test_the_newcomer_is_late_if_nobody_takes_longer() -> None:
+    rig = with_a_long_prompt_waiting()
+    rig.ask("longer", prompt=3100, ttft_s=5.0, tenant="t")
+    assert late_of(rig) == {"longer"}
+
+
+def test_the_longest_prompt_is_refused_if_its_class_prefers_that() -> None:
+    rig = with_a_long_prompt_waiting(classes={"default": SloClass(early_reject=True)})
+    rig.ask("r1", ttft_s=4.5, tenant="t")
+    assert list(rig.refused) == ["long"] and rig.refused["long"].reason == "slo_unattainable"
+    assert [request.attempt_key[0] for request in rig.router.queue.most_urgent(9)] == ["r1"]
+
+
+def test_a_prompt_of_a_higher_class_or_of_another_tenant_is_not_late_for_a_shorter_one() -> None:
+    higher = with_a_long_prompt_waiting()
+    higher.ask("batch", ttft_s=4.5, tenant="t", slo_class="batch")
+    assert late_of(higher) == {"batch"}
+    others = with_a_long_prompt_waiting()
+    others.ask("r1", ttft_s=4.5, tenant="u")
+    assert late_of(others) == {"r1"}
+
+
+def test_a_prompt_of_a_tenant_beyond_its_share_is_late_for_another_tenants() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r0", ttft_s=1.1, tenant="u")
+    for index in range(2):
+        rig.ask(f"flood {index}", prompt=3000, tenant="t", ttft_s=9.0)
+    rig.ask("r1", ttft_s=4.5, tenant="u")
+    assert late_of(rig) <= {"flood 0", "flood 1"} and late_of(rig)
+
+
+def test_the_background_gets_an_eighth_of_the_seconds_however_long_its_prompts_are() -> None:
+    """By the number of turns, a prompt of 10 s would come after each seven of 1 s."""
+    rig = Rig("prefill/a", "decode/x", queue_ttl_s=2.0, background_wait_s=1000.0)
+    running = list(rig.ask("r0", ttft_s=1.1))
+    for index in range(3):
+        rig.ask(f"long {index}", prompt=10_000, ttft_s=0.5)
+    for index in range(1, 200):
+        rig.ask(f"r{index}", ttft_s=900.0)
+    begun = list(running)
+    while len(begun) < 160:
+        done = running.pop(0)
+        placed = rig.first(done, after=10.0 if done.startswith("long") else 1.0)
+        placed |= rig.over(done, reason="stop", tokens=1)
+        running += placed
+        begun += placed
+    turns = [index for index, name in enumerate(begun) if name.startswith("long")]
+    between = [after - before - 1 for before, after in itertools.pairwise(turns)]
+    assert between == [70, 70], "prompts of 1 s between two of 10 s: seven eighths"
+
+
+def test_what_would_be_late_where_it_is_earliest_leaves_the_worker_to_others() -> None:
+    def is_begun(somebody_waits: bool) -> bool:
+        """Ask for 0.1 s of prefill within 0.35 s, where the free worker has 0.3 s to do before."""
+        rig = Rig("prefill/a", "prefill/b", "decode/x", fetch=False)
+        hashes = prefix(1, 60)
+        rig.stored("prefill/b", hashes)
+        rig.ask("on a", prompt=300, ttft_s=0.31, avoided_workers=["prefill/b"])
+        rig.ask("on b", prompt=600, ttft_s=0.61, avoided_workers=["prefill/a"])
+        if somebody_waits:
+            assert rig.ask("cached on b", prompt=1000, hashes=hashes, ttft_s=9.0) == {}
+        return bool(rig.ask("tight", prompt=100, ttft_s=0.35))
+
+    assert is_begun(somebody_waits=False)
+    assert not is_begun(somebody_waits=True)
 
 
 def test_who_would_wait_too_long_in_the_background_is_refused_at_once_and_told_when_to_come() -> (
@@ -563,7 +654,7 @@ def test_a_new_router_knows_what_runs_on_a_worker_and_hears_when_it_ends() -> No
 
 
 def test_a_stream_of_urgent_requests_does_not_make_the_background_look_endless() -> None:
-    """Nobody is served there for a while; but every eighth pull will be, whatever comes."""
+    """Nobody is served there for a while; but it gets an eighth of the prefill, whatever comes."""
     rig = Rig("prefill/a", "decode/x")
     running = list(rig.ask("r0"))
     for index in range(12):

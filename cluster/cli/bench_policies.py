@@ -47,7 +47,7 @@ def policies(
     from ...simulator.study import parse_policies
     from ..bench.policies import table
     from ..bench.policies.cells import GROUPS, chosen_cells
-    from ..bench.policies.searches import PolicySearch, run_searches
+    from ..bench.policies.searches import EARLY_REJECT, PolicySearch, run_searches
 
     if variant not in tuple(Variant):
         fail(f"--variant {variant}: expected one of {', '.join(Variant)}", 2)
@@ -64,6 +64,7 @@ def policies(
             for cell in wanted_cells
             for name, chosen_variant in [
                 (OWN_POLICY, str(Variant.POLICY_ONLY)),
+                (OWN_POLICY, EARLY_REJECT),
                 *((rival, variant) for rival in rivals),
             ]
         ]

@@ -54,7 +54,9 @@ PUT_OFF_FACTOR = 2.0
 TIME_MARGIN = 1.4
 #: Of the prefill that is begun, the share that is kept for the oldest overdue request, once it is old.
 OVERDUE_SHARE = 1 / 8
-LONGEST_COMPARED = 8  #: of the longest urgent requests, to find one to be late in place of a new one
+LONGEST_COMPARED = (
+    8  #: of the longest urgent requests, to find one to be late in place of a new one
+)
 CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
 OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
 

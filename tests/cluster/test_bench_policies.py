@@ -13,10 +13,17 @@ import msgspec
 import pytest
 from diptych.cluster.bench.policies import searches as searches_module
 from diptych.cluster.bench.policies.cells import GROUPS, TWELVE, Cell, chosen_cells
-from diptych.cluster.bench.policies.searches import PolicySearch, SearchResult, run_searches
+from diptych.cluster.bench.policies.searches import (
+    EARLY_REJECT,
+    PolicySearch,
+    SearchResult,
+    run_searches,
+)
 from diptych.cluster.bench.policies.table import Verdict, compare, document, markdown
 from diptych.cluster.cli import app
+from diptych.simulator.case import Case
 from diptych.simulator.errors import SimulationError
+from diptych.simulator.search import Search
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
@@ -142,6 +149,35 @@ def test_the_page_names_the_best_rival_and_the_mean_of_the_ratios() -> None:
     assert "| a | 1.0% | 1.5x | refused | 0.70 |" in page
     assert "Searched at ." not in page
     assert document(comparisons, "full")["geometric_mean"] == pytest.approx(1.0)
+
+
+def test_ours_that_refuses_stands_in_a_table_of_its_own() -> None:
+    refusing = replace(result("diptych", 3.0, 2.9, 3.1), variant=EARLY_REJECT, refused_share=0.08)
+    rival = result("mooncake", 2.0, 1.9, 2.1)
+    (row,) = compare([refusing, result("diptych", 1.0, 0.9, 1.1), rival])
+    assert row.ours.g90 == 1.0 and row.verdict == Verdict.BEHIND
+    page = markdown([row], "full")
+    assert "| a | 3.000 (2.900 to 3.100) 1P1D | 8.0% | mooncake 2.000 " in page
+    assert "| 1.0% | 1.50 |" in page and "Geometric mean of the ratios: 0.50." in page
+    (cell,) = document([row], "full")["cells"]
+    assert cell["ours_refusing"]["g90_per_gpu"] == 3.0
+    (without,) = compare([result("diptych", 1.0, 0.9, 1.1), rival])
+    assert "early_reject" not in markdown([without], "full")
+
+
+def test_a_search_of_ours_that_refuses_refuses_what_would_be_late(
+    traces: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = []
+
+    def note(case: Case) -> Search:
+        cases.append(case)
+        return Search(case)
+
+    monkeypatch.setattr(searches_module, "Search", note)
+    found = searches_module.find_g90(PolicySearch(CELL, traces, "diptych", EARLY_REJECT, 1))
+    searches_module.find_g90(PolicySearch(CELL, traces, "diptych", "policy-only", 1))
+    assert found.variant == EARLY_REJECT and [case.early_reject for case in cases] == [True, False]
 
 
 def test_a_rival_that_holds_no_rate_leaves_no_ratio() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from ....simulator.case import Case
+from ....simulator.case import Case, Variant
 from ....simulator.errors import SimulationError
 from ....simulator.fleet import Fleet
 from ....simulator.metrics import Slo
@@ -36,6 +36,9 @@ from ....simulator.search import G90, Search, candidate_splits, first_rate, spli
 from ....simulator.sources import load_trace
 from ....simulator.trace import Trace
 from .cells import Cell
+
+#: A variant of our own policy: the requests' class has `early_reject`, so that late ones are refused.
+EARLY_REJECT = "early-reject"
 
 ReportLine = Callable[[str], None]  #: takes one line for a person
 
@@ -164,12 +167,14 @@ def find_g90(search: PolicySearch, commit: str = "") -> SearchResult:
     """Search the largest rate per GPU that a policy holds, on the fleet's best split."""
     cell = search.cell
     fleet = Fleet.parse(cell.fleet, cell.model, cell.tp)
+    early_reject = search.variant == EARLY_REJECT
     case = Case(
         trace=_trace(search.traces / cell.trace, cell.head),
         fleet=fleet,
         slo=Slo.parse(cell.slo, fleet.costs),
         policy=search.policy,
-        variant=search.variant,
+        variant=Variant.POLICY_ONLY if early_reject else search.variant,
+        early_reject=early_reject,
         seeds=search.seeds,
     )
     run = Search(case)

@@ -9,7 +9,7 @@ from math import exp, inf, log
 from typing import Any
 
 from ....simulator.documents import OWN_POLICY
-from .searches import SearchResult
+from .searches import EARLY_REJECT, SearchResult
 
 
 class Verdict(StrEnum):
@@ -27,6 +27,7 @@ class Comparison:
     cell: str
     ours: SearchResult
     rivals: Sequence[SearchResult]  #: the best one first
+    refusing: SearchResult | None = None  #: ours, if it refuses late requests at once
 
     @property
     def best_rival(self) -> SearchResult:
@@ -62,11 +63,13 @@ def compare(results: Sequence[SearchResult]) -> list[Comparison]:
         cells.setdefault(result.setup["name"], []).append(result)
     comparisons = []
     for cell, found in cells.items():
-        ours = [result for result in found if result.policy == OWN_POLICY]
+        own = [result for result in found if result.policy == OWN_POLICY]
+        ours = [result for result in own if result.variant != EARLY_REJECT]
+        refusing = [result for result in own if result.variant == EARLY_REJECT]
         rivals = [result for result in found if result.policy != OWN_POLICY]
         if ours and rivals:
             rivals.sort(key=lambda result: -result.g90)
-            comparisons.append(Comparison(cell, ours[0], rivals))
+            comparisons.append(Comparison(cell, ours[0], rivals, next(iter(refusing), None)))
     return comparisons
 
 
@@ -90,6 +93,7 @@ def document(comparisons: Sequence[Comparison], variant: str) -> dict[str, Any]:
                 "ratio_interval": [None if end == inf else end for end in row.ratio_interval or ()],
                 "verdict": row.verdict,
                 "ours": _figures(row.ours),
+                "ours_refusing": _figures(row.refusing) if row.refusing else None,
                 "rivals": [_figures(rival) for rival in row.rivals],
             }
             for row in comparisons
@@ -138,6 +142,7 @@ def markdown(comparisons: Sequence[Comparison], variant: str) -> str:
     lines += ["| cell | refused | TTFT p95 | TTFT p99 | met of the worst tenth of lengths |"]
     lines += ["|---|---|---|---|---|"]
     lines += [_own_row(row.ours) for row in comparisons]
+    lines += _refusing_table([row for row in comparisons if row.refusing])
     policies = sorted({result.policy for row in comparisons for result in row.rivals})
     lines += ["", "All rates:", "", "| cell | diptych | " + " | ".join(policies) + " |"]
     lines += ["|---|---|" + "---|" * len(policies)]
@@ -149,6 +154,28 @@ def markdown(comparisons: Sequence[Comparison], variant: str) -> str:
     commits = {result.commit for row in comparisons for result in (row.ours, *row.rivals)}
     lines += ["", f"Searched at {', '.join(sorted(commits)) or 'an unknown commit'}."]
     return "\n".join(lines) + "\n"
+
+
+def _refusing_table(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return the lines that say what ours holds if it refuses late requests at once."""
+    if not comparisons:
+        return []
+    lines = [
+        "",
+        "Ours if a class has `early_reject`, so that late requests are refused at once:",
+        "",
+        "| cell | ours | refused | the best rival | it refuses | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in comparisons:
+        assert row.refusing is not None
+        rival = row.best_rival
+        ratio = f"{row.refusing.g90 / rival.g90:.2f}" if rival.g90 else "-"
+        lines.append(
+            f"| {row.cell} | {_rate(row.refusing)} | {row.refusing.refused_share:.1%} "
+            f"| {rival.policy} {_rate(rival)} | {rival.refused_share:.1%} | {ratio} |"
+        )
+    return lines
 
 
 def _rate(result: SearchResult) -> str:

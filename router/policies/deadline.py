@@ -54,9 +54,7 @@ PUT_OFF_FACTOR = 2.0
 TIME_MARGIN = 1.4
 #: Of the prefill that is begun, the share that is kept for the oldest overdue request, once it is old.
 OVERDUE_SHARE = 1 / 8
-LONGEST_COMPARED = (
-    8  #: of the longest urgent requests, to find one to be late in place of a new one
-)
+LONGEST_COMPARED = 8  #: of the longest urgent requests, to find one that is late for a new one
 CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
 OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
 
@@ -437,8 +435,8 @@ class DeadlinePolicy:
         """Place the request on the worker that has its first token earliest, of those that take it now.
 
         With `auto` a decode worker is preferred where it is better. The request waits if nobody takes
-        it, or if a busy worker is clearly earlier than every free one. If it would be late on the best
-        worker, it waits for those that may be in time.
+        it, or if a busy worker is clearly earlier than every free one. If it would be late behind what
+        the best worker has to do, it leaves that one to those that may be in time.
         """
         if not candidates:
             return Outcome.NOTHING
@@ -462,7 +460,8 @@ class DeadlinePolicy:
                 self._wait_for(request, best, saved_s=slowest_s - best.prefill_s)
                 return Outcome.NOTHING
             best = taker
-        if now + best.cost > request.deadline and self._others_are_urgent(request):
+        is_late = now + best.cost > request.deadline
+        if is_late and best.wait_s > 0 and self._others_are_urgent(request):
             return Outcome.NOTHING
         placement = self._pair(request, best.worker, PlacementKind.PUSH, now)
         if placement is not None and self.placer.records_options:

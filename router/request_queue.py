@@ -164,6 +164,23 @@ class RequestQueue:
         """Return the first urgent requests, `limit` at most."""
         return [request for _, request in self.urgent[:limit]]
 
+    def goes_before(self, request: QueuedRequest, other: QueuedRequest) -> bool:
+        """Return whether an urgent request is more urgent than another one."""
+        return self._ranks[request.attempt_key] < self._ranks[other.attempt_key]
+
+    def behind_s(self, request: QueuedRequest, limit: int) -> float:
+        """Return the seconds of the fastest prefills of the urgent requests behind this urgent one.
+
+        Only the `limit` least urgent requests are looked at.
+        """
+        rank = self._ranks[request.attempt_key]
+        seconds = 0.0
+        for other_rank, other in reversed(self.urgent[-limit:]):
+            if other_rank <= rank:
+                break
+            seconds += other.fastest_prefill_s
+        return seconds
+
     def longest_urgent(self, limit: int) -> list[QueuedRequest]:
         """Return the urgent requests with the longest prefills, `limit` at most, the longest first."""
         return [request for _, request in self._by_length[: -limit - 1 : -1]]

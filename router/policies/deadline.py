@@ -50,11 +50,13 @@ SAVED_SHARE = 0.5
 #: A newcomer goes before a worker's other prompts if they can be put off by so many times its
 #: predicted prefill (which may be wrong) and be in time.
 PUT_OFF_FACTOR = 2.0
-#: A worker pulls a request only if so many times its predicted wait and prefill are left to it.
+#: A worker pulls a request only if so many times its predicted wait and prefill are left to it. A
+#: newcomer that has less left behind the urgent requests before it is late, or one of those is.
 TIME_MARGIN = 1.4
 #: Of the prefill that is begun, the share that is kept for the oldest overdue request, once it is old.
 OVERDUE_SHARE = 1 / 8
 LONGEST_COMPARED = 8  #: of the longest urgent requests, to find one that is late for a new one
+BEHIND_COUNTED = 64  #: of the least urgent requests: a new one does not wait for those behind it
 CHOOSE_S = 0.1  #: between two choices of one request: choosing costs the router time
 OFFER_S = 0.0125  #: between two offers, in each of which one request chooses again
 
@@ -158,13 +160,17 @@ class DeadlinePolicy:
         queue = self.queue
         capacity = max(self.placer.capacity, 1)
         lowest_rate = LOWEST_RATE * capacity  # a rate from a time without workers says nothing
-        urgent_s = queue.prefill_s / max(self._urgent_rate.rate(capacity), lowest_rate)
+        urgent_rate = max(self._urgent_rate.rate(capacity), lowest_rate)
+        urgent_s = (queue.prefill_s - queue.behind_s(request, BEHIND_COUNTED)) / urgent_rate
         credit_at = self.fleet.next_credit(now, decodes=self.placer.local_only)
         # inf: workers have credit already, or get it by an event whose moment nobody predicts.
         begins_at = max(credit_at, now) if credit_at < inf else now
-        # `urgent_s` counts all urgent requests, this one too. Up to one for each worker, nobody
-        # waits behind another: then the rate says nothing, and the deadline alone decides later.
-        lateness_s = begins_at + urgent_s - request.deadline
+        # `urgent_s` counts the requests before this one, and this one. With less than `TIME_MARGIN` to
+        # spare no worker would pull it. If the queue were as long as deadlines allow, all would come
+        # in their last moment, and small errors make that too late.
+        lateness_s = now + TIME_MARGIN * (begins_at - now + urgent_s) - request.deadline
+        # Up to one for each worker, nobody waits behind another: then the rate says nothing, and the
+        # deadline alone decides later.
         if lateness_s <= 0 or len(queue.urgent) <= capacity:
             return None
         late = self._longer_than(request) or request
@@ -187,13 +193,15 @@ class DeadlinePolicy:
         leaves the fewest late ones (J. M. Moore, "An n job, one machine sequencing algorithm for
         minimizing the number of late jobs", Management Science 15(1), 1968).
 
-        It is of no higher priority. It is the same tenant's, or of one that has had more than its
-        share: a tenant with many short prompts does not put off those of others.
+        It is one of those before the new one: what is behind does not make the new one late. It is of
+        no higher priority, and the same tenant's, or of one that has had more than its share: a tenant
+        with many short prompts does not put off those of others.
         """
-        for other in self.queue.longest_urgent(LONGEST_COMPARED):
+        queue = self.queue
+        for other in queue.longest_urgent(LONGEST_COMPARED):
             if other.fastest_prefill_s <= request.fastest_prefill_s:
                 return None
-            if other.slo.priority < request.slo.priority:
+            if other.slo.priority < request.slo.priority or queue.goes_before(request, other):
                 continue
             if other.place.tenant == request.place.tenant or other.is_put_off:
                 return other

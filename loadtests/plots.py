@@ -1,7 +1,8 @@
 """The plots of a report, as one SVG. Equal runs give equal files.
 
-A run is the document of `result.assemble`, as it stands in a JSON file. A request is met if it kept
-its targets of TTFT (time to the first token) and ITL (gaps between tokens).
+A run is the document of `result.assemble`, as it stands in a JSON file. A request is met if it was
+answered without an error and kept its targets of TTFT (time to the first token) and ITL (gaps
+between tokens); else it is missed.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from typing import Any, NamedTuple
 from .plan import LoadPlan
 
 COLORS = ("#2f6db5", "#d1742c")  #: first and second run
-MISS = "#c0392b"  #: the color of targets, and of requests that missed one
-DIAGONAL = "#9aa7b5"
-CROWDED_RATIO = 1000  #: largest by smallest tick: beyond, labels would overlap
-SCATTER_LIMIT = 1500  #: points of a scatter plot, at most
-SMALLEST_GAP_MS = 0.05  #: a smaller value is drawn here: the axis is logarithmic
-SMALLEST_TTFT_MS = 0.1  #: the same, of points
+MISS = "#c0392b"  #: the color of targets, and of missed requests
+DIAGONAL = "#9aa7b5"  #: the color of the line on which all offered requests are met
+#: From this ratio of an axis's two ends on, only powers of ten are labelled: more would overlap.
+CROWDED_RATIO = 1000
+SCATTER_LIMIT = 1500  #: points of a run in the scatter plot, at most
+#: Axes of latencies are logarithmic, so smaller values are drawn here: in the plots of shares, and in
+#: the scatter plot, whose points nearer to 0 would make its axis too long.
+SMALLEST_SHARE_MS = 0.05
+SMALLEST_POINT_MS = 0.1
 Document = dict[str, Any]
 
 
@@ -31,14 +35,15 @@ class PlottedRun(NamedTuple):
     color: str
 
     def label(self, text: str) -> str:
-        """Returns the label of a curve, with the run's name before it if there are two runs."""
+        """Returns the label of a curve, with the run's name before it if it has one."""
         return f"{self.name} {text}".strip()
 
 
 def plots_svg(runs: list[Document], names: tuple[str, ...] = ("",)) -> str:
     """Returns the plots of one run, or of two in one picture, as an SVG element.
 
-    `names` has a name for each run. The targets that are drawn are the first run's.
+    `names` has a name for each run; what has none, or is a third one, is not drawn. The targets that
+    are drawn are the first run's.
     """
     import matplotlib
 
@@ -50,17 +55,19 @@ def plots_svg(runs: list[Document], names: tuple[str, ...] = ("",)) -> str:
     plotted = [
         PlottedRun(run, name, color) for run, name, color in zip(runs, names, COLORS, strict=False)
     ]
-    # `isolated` is how long a prompt takes alone, of which a target like `3x` is a multiple.
+    # `isolated` says how long prompts take alone, as in `20ms + 150ms/1k` (per 1,000 tokens): a
+    # target like `max(1s, 3x)` has multiples of that.
     targets = LoadPlan(
         slo=runs[0]["config"]["slo"], isolated=runs[0]["config"].get("isolated", "")
     ).targets
-    # Of a target that depends on the prompt, its fixed part is drawn.
+    # Of a target that depends on the prompt, its least value is drawn: 1 s of `max(1s, 3x)`.
     ttft_ms = targets.ttft_s * 1e3
     itl_ms = targets.itl_s * 1e3
     figure = Figure(figsize=(12, 7), layout="constrained")
     axes = figure.subplots(2, 3).flatten()
     ttft_kinds = {"ttft_ms": "first token"}
     _plot_shares(axes[0], plotted, ttft_kinds, "time to first token", target_ms=ttft_ms)
+    # The gap before the second token is drawn apart: the hand-over to a decode worker lies in it.
     gap_kinds = {"itl_ms": "every gap", "second_token_ms": "second token"}
     _plot_shares(axes[1], plotted, gap_kinds, "gaps between tokens", target_ms=itl_ms)
     _plot_goodput_by_rate(axes[2], plotted)
@@ -86,32 +93,36 @@ def _plot_shares(
     for each in plotted:
         distributions = each.run["distributions"]
         for (kind, label), style in zip(kinds.items(), ("-", "--"), strict=False):
-            values_ms = [max(value, SMALLEST_GAP_MS) for value in distributions[kind]]
+            values_ms = [max(value, SMALLEST_SHARE_MS) for value in distributions[kind]]
             if values_ms:
                 shares = distributions["quantiles"]
                 axis.plot(
                     values_ms, shares, style, color=each.color, lw=1.6, label=each.label(label)
                 )
     axis.axvline(target_ms, color=MISS, lw=1, ls=":", label=f"target {target_ms:g} ms")
-    axis.set(title=title, xscale="log", xlabel="ms", ylabel="share of them", ylim=(0, 1.02))
+    axis.set(title=title, xscale="log", xlabel="ms", ylabel="share of all values", ylim=(0, 1.02))
     _label_decimally(axis.xaxis)
     axis.legend(fontsize=7, loc="lower right")
     axis.grid(alpha=0.25)
 
 
 def _label_decimally(axis: Any) -> None:
-    """Labels a logarithmic axis 1, 2, 5, 10 .. in plain numbers."""
+    """Labels a logarithmic axis at 1, 2, 5, 10 .., or a long one at 1, 10, 100 .., without exponents."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
     steps = (1.0, 2.0, 5.0) if high / low < CROWDED_RATIO else (1.0,)
     axis.set_major_locator(LogLocator(subs=steps, numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
     axis.set_minor_formatter(NullFormatter())
 
 
 def _plot_goodput_by_rate(axis: Any, plotted: list[PlottedRun]) -> None:
-    """Draws met over offered rates: of stages where there are several, else of times of the run."""
+    """Draws the rate of met requests against the offered rate.
+
+    There is a point for each stage of a run with several, else for each row of its timeline in which
+    requests were offered.
+    """
     highest_rate = 0.0
     for each in plotted:
         has_stages = len(each.run["stages"]) > 1
@@ -132,7 +143,10 @@ def _plot_goodput_by_rate(axis: Any, plotted: list[PlottedRun]) -> None:
 
 
 def _plot_goodput_by_length(axis: Any, plotted: list[PlottedRun]) -> None:
-    """Draws the share of met requests for each tenth by prompt length; runs stand side by side."""
+    """Draws the share of met requests for each tenth by prompt length; runs stand side by side.
+
+    Lengths are those of the first run's tenths.
+    """
     width = 0.8 / len(plotted)
     for number, each in enumerate(plotted):
         rows = each.run["deciles"]
@@ -161,7 +175,7 @@ def _plot_timeline(axis: Any, plotted: list[PlottedRun]) -> None:
         times_s = [row["at_s"] for row in timeline]
         for key, style in curves.items():
             values = [row[key] for row in timeline]
-            label = f"{each.name} {labels[key]}"
+            label = each.label(labels[key])
             axis.step(times_s, values, where="post", color=each.color, label=label, **style)
     axis.set(title="timeline", xlabel="s since the start", ylim=(0, None))
     axis.legend(fontsize=7)
@@ -169,7 +183,7 @@ def _plot_timeline(axis: Any, plotted: list[PlottedRun]) -> None:
 
 
 def _plot_requests(axis: Any, plotted: list[PlottedRun], target_ms: float) -> None:
-    """Draws the TTFT of each request by its arrival; missed ones (for any reason) are red."""
+    """Draws the TTFT of requests by their arrivals; those that were missed are red."""
     for each in plotted:
         for points, color, label in _request_points(each):
             if points:
@@ -194,7 +208,7 @@ class RequestPoints(NamedTuple):
 def _request_points(each: PlottedRun) -> Iterator[RequestPoints]:
     """Yields the requests that were met, then those that were missed.
 
-    Of many requests, every n-th is drawn. Those without a first token are not.
+    Of more than `SCATTER_LIMIT` requests, every n-th is drawn. Those without a first token are not.
     """
     columns = each.run["columns"]
     at_column = columns.index("at_s")
@@ -204,7 +218,7 @@ def _request_points(each: PlottedRun) -> Iterator[RequestPoints]:
     drawn = served[:: max(1, ceil(len(served) / SCATTER_LIMIT))]
 
     def points_of(rows: list[list[Any]]) -> list[tuple[float, float]]:
-        return [(row[at_column], max(SMALLEST_TTFT_MS, row[ttft_column])) for row in rows]
+        return [(row[at_column], max(SMALLEST_POINT_MS, row[ttft_column])) for row in rows]
 
     met = [row for row in drawn if not row[missed_column]]
     missed = [row for row in drawn if row[missed_column]]

@@ -164,10 +164,6 @@ class RequestQueue:
         """Return the first urgent requests, `limit` at most."""
         return [request for _, request in self.urgent[:limit]]
 
-    def goes_before(self, request: QueuedRequest, other: QueuedRequest) -> bool:
-        """Return whether an urgent request is more urgent than another one."""
-        return self._ranks[request.attempt_key] < self._ranks[other.attempt_key]
-
     def behind_s(self, request: QueuedRequest, limit: int) -> float:
         """Return the seconds of the fastest prefills of the urgent requests behind this urgent one.
 

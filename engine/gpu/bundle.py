@@ -1,12 +1,13 @@
-"""Packs what a bare machine with a GPU needs to run the proof: this package, and wheels it may lack.
+"""Packs what a bare machine with a GPU needs to run the proof: of this package, and of others.
 
 The proof (`prove.py`) shows on a real GPU that kernels and KV transfers are right, and how fast.
 
     python -m diptych.engine.gpu.prove --bundle FOLDER
 
 Such a machine has torch and Triton, its own Python, and reaches no registry. The folder is put on
-its PYTHONPATH: wheels are unpacked into it, so that nothing is installed there. What could not be
-had, or is too large, is named in MISSING.txt; the proof leaves out what needs it.
+its PYTHONPATH: wheels are unpacked into it, so that nothing is installed there. A package that could
+not be had, or is too large, is named in MISSING.txt. Without an optional one the proof leaves out
+what needs it; a required one must be on that machine already.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-#: What is imported and does not come with torch, the most needed first.
+#: Packages that are imported and do not come with torch. The first ones get what room there is.
 REQUIRED = ("msgspec", "xxhash", "annotated-types", "llguidance", "safetensors")
-#: What some parts of the proof need: NIXL, and the package that chooses NIXL's build.
+#: What some parts of the proof need: NIXL's build for CUDA 13, and the package that chooses a build.
 OPTIONAL = ("nixl-cu13", "nixl")
-#: Parts of NIXL's wheel that the proof has no use for, and that are more than half of it.
+#: What NIXL's wheel has that the proof has no use for, more than half of it: how its paths begin.
 LEFT_OUT = ("nixl_ep_cu13/", "nixl_cu13.scripts/", "nixl_cu13.libs/ucx/libucx_perftest")
 
 #: The Python of the machines that the bundle is for.
-PYTHON_TAG = "3.12"
-#: A registry's wheels name one of these, exactly.
+PYTHON_VERSION = "3.12"
+#: pip takes a wheel that names one of these (or `any`): it does not take older ones by itself.
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)))
 
-#: The folder is sent packed, and may have so many bytes then. Of a wheel what is kept counts as it is
-#: compressed in its zip file, and a file of the package with its own bytes, which are more.
+#: The folder is sent as an archive, of so many bytes at most. A wheel counts by the compressed size of
+#: what is unpacked of it, and a file of this package by its whole size, though it will be compressed.
 SIZE_LIMIT = 64 << 20
 
-#: Seconds that a registry may take for one wheel.
+#: Seconds that pip may take for one wheel.
 DOWNLOAD_S = 120.0
 
-#: Folders of the package that the proof needs.
-PACKAGES = ("engine", "kv_transfer", "protos")
+#: Folders of this package that the proof needs.
+FOLDERS = ("engine", "kv_transfer", "protos")
 
-#: Puts the wheel of a package into a folder, and returns why it could not.
+#: Puts the wheel of a package into a folder. Returns why it could not; None: it has.
 Download: TypeAlias = Callable[[str, Path], str | None]
 
 
@@ -53,11 +54,14 @@ class Bundle:
 
     packed: list[str]  #: Names of wheels.
     missing: list[str]  #: Names of packages, each with the reason.
-    size_bytes: int  #: Of the package's files and of the wheels, as `SIZE_LIMIT` counts them.
+    size_bytes: int  #: Of this package's files and of the wheels, as `SIZE_LIMIT` counts them.
 
 
 def download_wheel(name: str, folder: Path) -> str | None:
-    """Fetch the wheel of a package, in the version that is installed here, for `PYTHON_TAG`."""
+    """Fetch the wheel of a package for `PYTHON_VERSION` with pip. Returns why it could not, or None.
+
+    It is the version that is installed here; where none is, the newest.
+    """
     try:
         requirement = f"{name}=={importlib.metadata.version(name)}"
     except importlib.metadata.PackageNotFoundError:
@@ -65,7 +69,7 @@ def download_wheel(name: str, folder: Path) -> str | None:
     platforms = [part for platform in PLATFORMS for part in ("--platform", platform)]
     command = [
         *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"),
-        *("--python-version", PYTHON_TAG, "--implementation", "cp", *platforms),
+        *("--python-version", PYTHON_VERSION, "--implementation", "cp", *platforms),
         *("-d", str(folder), requirement),
     ]
     try:
@@ -81,12 +85,16 @@ def download_wheel(name: str, folder: Path) -> str | None:
 
 
 def _unpack(wheel_file: Path, folder: Path, bytes_left: int) -> tuple[str | None, int]:
-    """Unpack what is needed of a wheel; return why not, if it is too large, and its packed bytes."""
+    """Unpack what is needed of a wheel, if that has at most `bytes_left` compressed.
+
+    Returns why it is not unpacked, or None; and the compressed bytes of what is.
+    """
     with zipfile.ZipFile(wheel_file) as wheel:
         parts = [part for part in wheel.infolist() if not part.filename.startswith(LEFT_OUT)]
         packed_bytes = sum(part.compress_size for part in parts)
         if packed_bytes > bytes_left:
-            return f"{packed_bytes >> 20} MiB are more than what is left of 64 MiB", 0
+            limit_mib = SIZE_LIMIT >> 20
+            return f"{packed_bytes:,} bytes are more than what is left of {limit_mib} MiB", 0
         wheel.extractall(folder, parts)
     return None, packed_bytes
 
@@ -100,8 +108,9 @@ def make_bundle(folder: Path, download: Download = download_wheel) -> Bundle:
     root = Path(__file__).parents[2]
     # No compiled kernels of this machine's CPU: the proof runs those of Triton, compiled over there.
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "tests")
-    for name in PACKAGES:
+    for name in FOLDERS:
         shutil.copytree(root / name, package / name, ignore=ignore)
+    # The real one imports what the proof does not need.
     (package / "__init__.py").write_text('"""The part of Diptych that the proof needs."""\n')
     size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
     packed: list[str] = []

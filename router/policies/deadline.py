@@ -193,15 +193,15 @@ class DeadlinePolicy:
         leaves the fewest late ones (J. M. Moore, "An n job, one machine sequencing algorithm for
         minimizing the number of late jobs", Management Science 15(1), 1968).
 
-        It is one of those before the new one: what is behind does not make the new one late. It is of
-        no higher priority, and the same tenant's, or of one that has had more than its share: a tenant
-        with many short prompts does not put off those of others.
+        It may be behind the new one. Then that is late all the same, and the long one would be later;
+        to look only at those before it held a fifth less on the conversation trace. It is of no higher
+        priority, and the same tenant's, or of one that has had more than its share: a tenant with many
+        short prompts does not put off those of others.
         """
-        queue = self.queue
-        for other in queue.longest_urgent(LONGEST_COMPARED):
+        for other in self.queue.longest_urgent(LONGEST_COMPARED):
             if other.fastest_prefill_s <= request.fastest_prefill_s:
                 return None
-            if other.slo.priority < request.slo.priority or queue.goes_before(request, other):
+            if other.slo.priority < request.slo.priority:
                 continue
             if other.place.tenant == request.place.tenant or other.is_put_off:
                 return other

@@ -56,7 +56,8 @@ class Policy(Protocol):
     def arrive(self, request: QueuedRequest, now: float) -> Placement | Rejection | None:
         """Place or refuse a new request, or put it into `placer.queue` and return None.
 
-        A placement that is returned has been committed; a refused request is not in the queue.
+        In its place a request that is in the queue already may be refused. A placement that is
+        returned has been committed; a refused request is not in the queue.
         """
 
     def place_queued(self, now: float) -> list[Placement | Rejection]:

@@ -371,8 +371,9 @@ class Placer:
     ) -> Placement | None:
         """Return a local placement, if the prompt had better not go to a prefill worker.
 
-        That is so if the first token comes as early; or if the prompt is short, or mostly cached
-        or fetched, and in time. `remote_s` is the time to the first token on a prefill worker.
+        That is so if the first token comes as early, unless it is late here and there; or if the
+        prompt is short, or mostly cached or fetched, and in time. `remote_s` is the time to the first
+        token on a prefill worker.
         """
         workers: Sequence[WorkerState] = self.shortlist.decode_workers(request.hits)
         if request.excludes_workers:
@@ -391,10 +392,11 @@ class Placer:
         if not candidates:
             return None
         best = min(candidates, key=candidate_order)
-        if best.cost > remote_s:
-            in_time_s = (request.deadline - now) / self.residuals.upper
-            if best.cost > in_time_s or not _suits_decode_worker(request, best.worker):
-                return None
+        is_late = best.cost > (request.deadline - now) / self.residuals.upper
+        if best.cost > remote_s and (is_late or not _suits_decode_worker(request, best.worker)):
+            return None
+        if is_late and now + remote_s > request.deadline:
+            return None  # late on either side: a decode worker shares what is overdue
         placement = self.place_local(request, best.worker, deadline, now)
         if placement is not None and self.records_options:
             placement.decode_candidates = candidates

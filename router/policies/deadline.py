@@ -453,11 +453,10 @@ class DeadlinePolicy:
             others_s = 0.0 if best.has_credit else self._others_share_s(request)
             deadline = self._deadline(request, now)
             remote_s = best.cost + others_s
-            if now + remote_s > request.deadline:
+            local = self.placer.better_local(request, remote_s, deadline, now)
+            if local is None and now + remote_s > request.deadline:
                 # `better_local` plans for half the ITL target in a step; the whole one may do.
                 local = self.placer.local_in_time(request, now)
-            else:
-                local = self.placer.better_local(request, remote_s, deadline, now)
             if local is not None:
                 return self._commit(local, now, decided)
         if not best.has_credit:

@@ -686,6 +686,14 @@ def test_a_decode_worker_computes_what_the_prefill_workers_would_have_late() -> 
     assert rig.ask("rescued", ttft_s=2.5)["rescued"] == (None, "decode/x")
 
 
+def test_a_decode_worker_does_not_begin_what_is_late_there_too() -> None:
+    rig = Rig("prefill/a", "decode/x", ttft_s=3.0, disaggregate="auto")
+    rig.ask("long", prompt=2900)
+    rig.ask("decoding", prompt=600)
+    rig.first("decoding", after=0.7)
+    assert rig.ask("late", ttft_s=1.1) == {}, "1.3 s there, 3.2 s on the prefill worker"
+
+
 def test_decode_workers_with_time_to_spare_share_what_is_overdue() -> None:
     shares = Rig("prefill/a", "decode/x", ttft_s=2.0, disaggregate="auto")
     leaves = Rig("prefill/a", "decode/x", ttft_s=2.0, disaggregate="always")

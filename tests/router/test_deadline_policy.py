@@ -687,11 +687,15 @@ def test_a_decode_worker_computes_what_the_prefill_workers_would_have_late() -> 
 
 
 def test_a_decode_worker_does_not_begin_what_is_late_there_too() -> None:
-    rig = Rig("prefill/a", "decode/x", ttft_s=3.0, disaggregate="auto")
-    rig.ask("long", prompt=2900)
-    rig.ask("decoding", prompt=600)
-    rig.first("decoding", after=0.7)
-    assert rig.ask("late", ttft_s=1.1) == {}, "1.3 s there, 3.2 s on the prefill worker"
+    def is_begun(ttft_s: float) -> bool:
+        """Ask for 1 s of prefill, behind 0.4 s on the decode worker and 2.9 s on the other."""
+        rig = Rig("prefill/a", "decode/x", disaggregate="auto")
+        rig.ask("long", prompt=2900, ttft_s=3.0)
+        assert rig.ask("short", prompt=400, ttft_s=0.5) == {"short": (None, "decode/x")}
+        return bool(rig.ask("asked", ttft_s=ttft_s))
+
+    assert is_begun(ttft_s=2.5)
+    assert not is_begun(ttft_s=1.1)
 
 
 def test_decode_workers_with_time_to_spare_share_what_is_overdue() -> None:

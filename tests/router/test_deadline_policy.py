@@ -688,14 +688,17 @@ def test_a_decode_worker_computes_what_the_prefill_workers_would_have_late() -> 
 
 def test_a_decode_worker_does_not_begin_what_is_late_there_too() -> None:
     def is_begun(ttft_s: float) -> bool:
-        """Ask for 1 s of prefill, behind 0.4 s on the decode worker and 2.9 s on the other."""
-        rig = Rig("prefill/a", "decode/x", disaggregate="auto")
-        rig.ask("long", prompt=2900, ttft_s=3.0)
-        assert rig.ask("short", prompt=400, ttft_s=0.9) == {"short": (None, "decode/x")}
-        return bool(rig.ask("asked", ttft_s=ttft_s))
+        """Ask for 1 s of prefill, behind 50 ms on the decode worker and 2.9 s on the other."""
+        fast = Coefficients(0.0, 1e-4, 0.0, 0.010, 1e-3, 0.0, 0.0, 0.0, 1e-6, 0.0)
+        rig = Rig(cost=fast, disaggregate="auto")
+        rig.join("prefill/a", blocks=4000)
+        rig.join("decode/x", blocks=4000)
+        rig.ask("long", prompt=29_000, ttft_s=3.0)
+        assert rig.ask("short", prompt=500, ttft_s=0.9) == {"short": (None, "decode/x")}
+        return bool(rig.ask("asked", prompt=10_000, ttft_s=ttft_s))
 
     assert is_begun(ttft_s=2.5)
-    assert not is_begun(ttft_s=1.1)
+    assert not is_begun(ttft_s=1.02)
 
 
 def test_decode_workers_with_time_to_spare_share_what_is_overdue() -> None:

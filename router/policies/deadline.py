@@ -173,7 +173,9 @@ class DeadlinePolicy:
         # deadline alone decides later.
         if lateness_s <= 0 or len(queue.urgent) <= capacity:
             return None
-        late = self._longer_than(request) or request
+        late = request
+        if now + request.fastest_prefill_s <= request.deadline:  # else it is late whoever leaves
+            late = self._longer_than(request) or request
         if late.slo.early_reject:
             queue.refuse(late)
             return Rejection(late, lateness_s, retry_after_s=lateness_s)
@@ -201,7 +203,7 @@ class DeadlinePolicy:
         for other in self.queue.longest_urgent(LONGEST_COMPARED):
             if other.fastest_prefill_s <= request.fastest_prefill_s:
                 return None
-            if other.slo.priority < request.slo.priority:
+            if other.slo.priority < request.slo.priority or other.local != request.local:
                 continue
             if other.place.tenant == request.place.tenant or other.is_put_off:
                 return other
@@ -468,7 +470,7 @@ class DeadlinePolicy:
                 return Outcome.NOTHING
             best = taker
         is_late = now + best.cost > request.deadline
-        if is_late and best.wait_s > 0 and self._others_are_urgent(request):
+        if is_late and best.worker.backlog_s(now) > 0 and self._others_are_urgent(request):
             return Outcome.NOTHING
         placement = self._pair(request, best.worker, PlacementKind.PUSH, now)
         if placement is not None and self.placer.records_options:
@@ -514,9 +516,11 @@ class DeadlinePolicy:
         return candidates
 
     def _others_are_urgent(self, request: QueuedRequest) -> bool:
-        """Return whether urgent requests wait beside this one, which is not overdue."""
-        own_count = int(request.attempt_key in self.queue)
-        return len(self.queue.urgent) > own_count
+        """Return whether urgent requests of no lower priority wait beside this one."""
+        for _, other in self.queue.urgent[:2]:
+            if other is not request:
+                return other.slo.priority <= request.slo.priority
+        return False
 
     def _others_share_s(self, request: QueuedRequest) -> float:
         """Return the seconds that other urgent requests take each prefill worker, if none is idle.
@@ -720,7 +724,8 @@ class DeadlinePolicy:
         prefill_s = request.fastest_prefill_s
         if request.overdue:
             self._overdue_rate.served(prefill_s)
-            self._urgent_turn_s = prefill_s * (1 / OVERDUE_SHARE - 1)
+            left_s = max(self._urgent_turn_s, 0.0)
+            self._urgent_turn_s = left_s + prefill_s * (1 / OVERDUE_SHARE - 1)
         else:
             self._urgent_rate.served(prefill_s)
             self._urgent_turn_s -= prefill_s

@@ -234,6 +234,13 @@ def test_the_longest_prompt_is_late_if_not_all_can_be_in_time() -> None:
     assert served == ["r1", "r2", "long"]
 
 
+def test_a_newcomer_that_is_lost_makes_nobody_late() -> None:
+    rig = with_a_long_prompt_waiting()
+    rig.ask("retry", ttft_s=2.0, waited_s=2.5, tenant="t")  # its deadline has passed
+    rig.ask("hopeless", ttft_s=0.1, tenant="t")
+    assert late_of(rig) == {"retry", "hopeless"}
+
+
 def test_the_newcomer_is_late_if_nobody_takes_longer() -> None:
     rig = with_a_long_prompt_waiting()
     rig.ask("longer", prompt=3100, ttft_s=5.0, tenant="t")
@@ -307,6 +314,19 @@ def test_what_would_be_late_where_it_is_earliest_leaves_the_worker_to_others() -
 
     assert is_begun(somebody_waits=False)
     assert not is_begun(somebody_waits=True)
+
+
+def test_requests_that_prefer_the_same_worker_do_not_keep_it_idle() -> None:
+    rig = Rig("prefill/a", "prefill/b", "decode/x", fetch=False)
+    rig.router.placer.residuals.upper = 1.1
+    hashes = prefix(1, 60)
+    rig.stored("prefill/b", hashes)
+    rig.ask("on a", prompt=30_000, ttft_s=30.1, avoided_workers=["prefill/b"])
+    rig.ask("on b", prompt=1000, ttft_s=1.1, avoided_workers=["prefill/a"])
+    for name in ("r1", "r2"):  # 3.9 s of prefill each, on the worker that has their prefix
+        assert rig.ask(name, prompt=4840, hashes=hashes, ttft_s=6.87) == {}
+    # 1.87 s are left, for one of them: each would be late behind the other.
+    assert rig.first("on b", after=5.0) == {"r1": ("prefill/b", "decode/x")}
 
 
 def test_who_would_wait_too_long_in_the_background_is_refused_at_once_and_told_when_to_come() -> (

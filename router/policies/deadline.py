@@ -197,15 +197,16 @@ class DeadlinePolicy:
 
         It may be behind the new one. Then that is late all the same, and the long one would be later;
         to look only at those before it held a fifth less on the conversation trace. It is of no higher
-        priority, and the same tenant's, or of one that has had more than its share: a tenant with many
-        short prompts does not put off those of others.
+        priority, and the same tenant's; or of another that has had more than its share, if the new
+        one's has not.
         """
         for other in self.queue.longest_urgent(LONGEST_COMPARED):
             if other.fastest_prefill_s <= request.fastest_prefill_s:
                 return None
             if other.slo.priority < request.slo.priority or other.local != request.local:
                 continue
-            if other.place.tenant == request.place.tenant or other.is_put_off:
+            is_beyond_share = other.is_put_off and not request.is_put_off
+            if other.place.tenant == request.place.tenant or is_beyond_share:
                 return other
         return None
 

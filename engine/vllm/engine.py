@@ -70,8 +70,12 @@ def open_vllm(options: EngineOptions, progress: ReportProgress | None = None) ->
     engine = VllmEngine(options, progress)
     if progress:
         progress("self test", 1.0)
-    check_moved_blocks(engine, read_facts(options.model_folder).vocabulary)
-    engine.forget_self_test()
+    try:
+        check_moved_blocks(engine, read_facts(options.model_folder).vocabulary)
+        engine.forget_self_test()
+    except BaseException:
+        engine.close()
+        raise
     return engine
 
 
@@ -90,7 +94,11 @@ class VllmEngine:
             progress("vLLM starts", 0.0)
         self._registered_pools: list[VllmPool] = []
         self._layer_numbers: dict[str, int] = {}
-        self._core = start_core(options, self._name)
+        try:
+            self._core = start_core(options, self._name)
+        except BaseException:
+            HOOKS.pop(self._name, None)
+            raise
         # vLLM keeps the connector of the model in a global of the process. An engine takes its own
         # out of it, and puts it back before each step, so that several engines can be in one process.
         self._connector = take_worker_connector()
@@ -653,7 +661,7 @@ class VllmEngine:
             for fork in forks:
                 self._start(fork, RequestState.WAITING, fork.prompt_tokens)
             # An answer that ended with the id that it arrived with is here for its blocks only.
-            if sequence.finish_reason() is not None:
+            if self._finish_reason(sequence) is not None:
                 self._end(request)
             return []
         drawn = request.drawn
@@ -664,8 +672,7 @@ class VllmEngine:
         scores = _prompt_scores(sequence, output.new_prompt_logprobs_tensors)
         events = self._book_token(sequence, drawn, scores)
         self._name_new_blocks(request)
-        is_full = len(sequence.token_ids) >= self.max_model_len
-        finished = sequence.finish_reason() is not None or is_full or output.finished
+        finished = self._finish_reason(sequence) is not None or output.finished
         if finished or sequence.stop_after_first or isinstance(drawn, SamplingFault):
             self._end(request)
         for fork, first in further:
@@ -690,25 +697,32 @@ class VllmEngine:
             ]
         offset = sequence.generated_tokens
         sequence.token_ids.append(token.id)
-        finish_reason = sequence.finish_reason()
-        if finish_reason is None and len(sequence.token_ids) >= self.max_model_len:
-            finish_reason = "length"
         return [
             SequenceOutput(
                 sequence.attempt_key,
                 offset,
                 token,
-                finish_reason,
+                self._finish_reason(sequence),
                 hit_tokens=sequence.hit_tokens,
                 prompt_logprobs=prompt_scores or [],
                 answer_index=sequence.answer_index,
             )
         ]
 
+    def _finish_reason(self, sequence: Sequence) -> str | None:
+        """Returns why the answer has ended, or None while it goes on.
+
+        It also ends, by its length, where the model or the pool has no room for a further id.
+        """
+        finish_reason = sequence.finish_reason()
+        if finish_reason is None and len(sequence.token_ids) >= self.max_model_len:
+            return "length"
+        return finish_reason
+
     def _book_further(self, fork: Sequence, first: Token | SamplingFault) -> list[StepEvent]:
         """Begins a further answer with its first token; on a prefill worker it ends with that."""
         events = self._book_token(fork, first)
-        goes_on = isinstance(first, Token) and fork.finish_reason() is None
+        goes_on = isinstance(first, Token) and self._finish_reason(fork) is None
         if goes_on and not fork.stop_after_first:
             self._start(fork, RequestState.WAITING, fork.prompt_tokens)
         return events
@@ -717,7 +731,7 @@ class VllmEngine:
         """Ends a request in vLLM, if vLLM has not; pinned blocks stay for their transfer."""
         sequence = request.sequence
         # An answer that goes on elsewhere, was left or failed is not counted: it has no end here.
-        if sequence.finish_reason() is not None:
+        if self._finish_reason(sequence) is not None:
             self._counters.request_preemptions.observe(request.vllm_request.num_preemptions)
         self._core.abort_requests([request.request_id])  # one that has ended is ignored
         if sequence.stop_after_first and sequence.attempt_key in self._pinned:
@@ -807,7 +821,10 @@ class VllmEngine:
         for request in list(self._requests.values()):
             if request.state is RequestState.HELD:
                 continue  # its pins are counted below
-            blocks = len(request.blocks) or self._blocks_for(request.computed_tokens)
+            if is_preempted(request.vllm_request):
+                continue  # it has none until vLLM computes it again
+            # Blocks for KV that is going to arrive are there before vLLM has computed anything.
+            blocks = max(len(request.blocks), self._blocks_for(request.computed_tokens))
             yield request.sequence.attempt_key, blocks
         for attempt_key, pinned_blocks in list(self._pinned.items()):
             yield attempt_key, len(pinned_blocks)

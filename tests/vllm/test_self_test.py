@@ -9,6 +9,7 @@ import pytest
 from diptych.engine.errors import EngineError
 from diptych.engine.options import EngineOptions, SchedulerLimits
 from diptych.engine.sequence import Sequence
+from diptych.engine.vllm import engine as hosted
 from diptych.engine.vllm import self_test
 from diptych.engine.vllm.engine import open_vllm
 from diptych.engine.vllm.self_test import find_difference
@@ -41,6 +42,19 @@ def test_an_engine_that_opens_has_passed_and_counts_from_nought(
     observation = engine.observe()
     assert observation.prefill_tokens == observation.decode_steps == 0
     assert observation.hashes == observation.stored == [], "nobody is told of the test's blocks"
+
+
+def test_an_engine_that_does_not_pass_is_closed(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise EngineError("other ids")
+
+    monkeypatch.setattr(hosted, "check_moved_blocks", fail)
+    hooks_before = dict(hosted.HOOKS)
+    with pytest.raises(EngineError, match="other ids"):
+        open_vllm(EngineOptions(checkpoint("llama"), kv_bytes=4 << 20, limits=LIMITS))
+    assert hooks_before == hosted.HOOKS
 
 
 def test_blocks_that_do_not_arrive_where_they_belong_are_found(

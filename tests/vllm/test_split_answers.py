@@ -225,6 +225,37 @@ def test_what_can_never_fit_is_refused_at_once(kit: EngineKit, stop_after_first:
     assert_nothing_is_held(engine)
 
 
+def test_several_answers_end_where_the_pool_has_no_room_for_a_further_id(kit: EngineKit) -> None:
+    """Each has the first id of its own, and vLLM has no more to compute."""
+    engine = kit.open(4)
+    sampling = Sampling(12, temperature=1.0, seed=5, n=3)
+    engine.add(kit.sequence("full", sampling, length=4 * kit.block_tokens - 1))
+    outputs = run(engine)
+    assert [output.finish_reason for output in outputs] == ["length"] * 3
+    assert [len(answer(outputs, "full", index)) for index in range(3)] == [1, 1, 1]
+    assert_nothing_is_held(engine)
+
+
+def test_blocks_of_an_answer_that_grows_are_counted_as_its_own(kit: EngineKit) -> None:
+    """Control adds up what attempts hold, to find blocks that nobody gives back."""
+    engine = kit.open()
+    sequence = kit.sequence("a", Sampling(150))
+    prefill_engine, source_blocks, first_ids = prefill_elsewhere(kit, sequence)
+    target_blocks = reserve(engine, sequence)
+    assert target_blocks is not None
+    assert dict(engine.block_holders()) == {("a", 0): len(target_blocks)}
+    copy_blocks(prefill_engine, source_blocks, engine, target_blocks)
+    sequence.token_ids.append(first_ids[0])
+    engine.commit(sequence)
+    held: list[int] = []
+
+    def observe() -> None:
+        held.extend(dict(engine.block_holders()).values())
+
+    run(engine, observe)
+    assert max(held) == kit.blocks_for(sequence) > len(target_blocks)
+
+
 def test_vllms_own_statistics_are_those_of_its_scheduler(kit: EngineKit) -> None:
     engine = kit.open()
     engine.add(kit.sequence("a"))

@@ -130,6 +130,11 @@ class Heartbeat(msgspec.Struct, tag="beat", frozen=True):
 # ---- workers <-> router --------------------------------------------------------------------------
 
 
+#: Rows that are assumed of each step where nobody knows how many it has; of 128 experts, of which a
+#: row uses 8, they leave out 2 %.
+EXPERT_ROWS = 64
+
+
 class Coefficients(msgspec.Struct, frozen=True):
     """One worker's speed in closed form, for one GPU type, tensor parallelism and model.
 
@@ -150,6 +155,9 @@ class Coefficients(msgspec.Struct, frozen=True):
     #: Of a transfer, what is not hidden behind the prefill. The router (`router/costs.py`) and the
     #: simulator multiply `transfer_s` by it, as it depends on who computes the prompt.
     exposed_share: float = 0.0
+    #: A mixture of experts: for reading all experts, of which a step reads those that its rows use.
+    step_experts: float = 0.0
+    expert_miss: float = 1.0  #: the share of the experts that one row does not use; no seconds
 
     def prefill_token_s(self, uncached_tokens: float, prompt_tokens: float) -> float:
         """Return the mean seconds of one uncached token of a prompt.
@@ -179,9 +187,25 @@ class Coefficients(msgspec.Struct, frozen=True):
 
     def step_s(self, rows: float, kv_tokens: float) -> float:
         """Return the seconds of one step of `rows` decoding rows, which read `kv_tokens` in all."""
+        weights_s = self.step_weights
+        if self.step_experts:
+            # every row chooses by itself, so a share of `expert_miss ** rows` is used by none
+            weights_s += self.step_experts * (1.0 - self.expert_miss**rows)
         # weights are read while rows are computed, so the longer of the two counts
-        rows_s = max(self.step_row * rows, self.step_weights)
+        rows_s = max(self.step_row * rows, weights_s)
         return self.step_base + self.step_token * kv_tokens + rows_s
+
+    def with_experts_of(self, rows: float = EXPERT_ROWS) -> Coefficients:
+        """Return these coefficients with the experts that `rows` rows use as part of all weights.
+
+        This is for calculations whose steps have no certain number of rows.
+        """
+        if not self.step_experts:
+            return self
+        experts_s = self.step_experts * (1.0 - self.expert_miss**rows)
+        return msgspec.structs.replace(
+            self, step_weights=self.step_weights + experts_s, step_experts=0.0, expert_miss=1.0
+        )
 
     def decode_read_s(self, context_tokens: float) -> float:
         """Return the seconds of reading KV in all steps of an answer.
@@ -215,6 +239,8 @@ class Coefficients(msgspec.Struct, frozen=True):
             transfer_base=self.transfer_base,
             transfer_token=self.transfer_token,
             exposed_share=self.exposed_share,
+            step_experts=self.step_experts * step_factor,
+            expert_miss=self.expert_miss,
         )
 
 

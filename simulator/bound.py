@@ -37,10 +37,10 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from ..protos.frames import Coefficients
+from ..protos.frames import EXPERT_ROWS, Coefficients
 from .errors import SimulationError
 from .fleet import Fleet
-from .hardware import MOE_ROWS, Hardware, find_gpu, find_model
+from .hardware import Hardware, find_gpu, find_model
 from .metrics import Slo
 from .trace import Trace
 
@@ -152,7 +152,7 @@ def mean_request_seconds(hardware: Hardware, load: RequestClasses, itl_s: float)
     time of `context_tokens / kv_tokens` steps of the whole replica. A step counts as the ITL target
     `itl_s` at most: where a full replica's step takes longer, `decode_s` is too low.
     """
-    cost = hardware.cost
+    cost = hardware.cost.with_experts_of()
     prefill_s = cost.mean_prefill_s(load.mean(load.uncached_tokens), load.mean(load.pairs))
     step_s = min(itl_s, cost.step_s(rows=0, kv_tokens=hardware.kv_tokens))
     decode_s = load.mean(load.context_tokens) * step_s / hardware.kv_tokens
@@ -170,12 +170,14 @@ def kernel_hardware(hardware: Hardware, model: str, *, efficient: bool = True) -
     """
     shape = find_model(model)
     gpu = find_gpu(hardware.gpu)
-    flops_share = KERNEL_EFFICIENCY[hardware.gpu, shape.dtype] if efficient else 1.0
+    dtype = shape.arithmetic(gpu)
+    flops_share = KERNEL_EFFICIENCY[hardware.gpu, dtype] if efficient else 1.0
     memory_share = KERNEL_MEMORY_SHARE if efficient else 1.0
 
-    flops = gpu.flops[shape.dtype] * flops_share * hardware.tp
+    flops = gpu.flops[dtype] * flops_share * hardware.tp
     hbm_bytes_per_s = gpu.hbm_bytes_per_s * memory_share * hardware.tp
     kv_bytes = gpu.hbm_bytes * memory_share * hardware.tp - shape.weight_bytes
+    kv_copies = shape.kv_copies(hardware.tp)
     row_s = 2 * shape.active_parameters / flops
     cost = Coefficients(
         prefill_base=0.0,
@@ -183,10 +185,11 @@ def kernel_hardware(hardware: Hardware, model: str, *, efficient: bool = True) -
         prefill_pair=shape.attention_flops_per_pair / flops,
         step_base=0.0,
         step_row=row_s,
-        step_weights=shape.weight_bytes_read(MOE_ROWS) / hbm_bytes_per_s,
-        step_token=shape.kv_bytes_per_token / hbm_bytes_per_s,
+        step_weights=shape.weight_bytes_read(EXPERT_ROWS) / hbm_bytes_per_s,
+        step_token=shape.kv_bytes_per_token * kv_copies / hbm_bytes_per_s,
     )
-    return replace(hardware, cost=cost, kv_tokens=int(kv_bytes / shape.kv_bytes_per_token))
+    kv_tokens = int(kv_bytes / (shape.kv_bytes_per_token * kv_copies))
+    return replace(hardware, cost=cost, kv_tokens=kv_tokens)
 
 
 # ---- the linear program --------------------------------------------------------------------------
@@ -356,6 +359,11 @@ def _step_times(hardware: Hardware, itl_s: float) -> list[float]:
     return sorted(step_s for step_s in step_times if step_s > empty_step_s)
 
 
+def _with_fixed_experts(hardware: Hardware) -> Hardware:
+    """Return the replica with steps that all read the same experts: the program is linear."""
+    return replace(hardware, cost=hardware.cost.with_experts_of())
+
+
 def largest_rate(
     load: RequestClasses, pools: Sequence[Pool], slo: Slo, target_share: float
 ) -> float:
@@ -382,7 +390,7 @@ def goodput_bound(
     `reuse` False: no prefix is ever cached.
     """
     pools: list[Pool] = [
-        (kernel_hardware(hardware, model) if model else hardware, replicas)
+        (kernel_hardware(hardware, model) if model else _with_fixed_experts(hardware), replicas)
         for hardware, replicas in fleet.pools
     ]
     load = classify_requests(trace, reuse)

@@ -71,6 +71,10 @@ class PolicyEntry(TypedDict):
     g99_kernel_bound_share: NotRequired[float]
     #: The run under `split` at `rate_per_gpu`; missing where a search found no rate that is held.
     at_rate: NotRequired[RunFigures]
+    #: What an answered token of this run takes of the GPUs' energy, at most, and what a million of
+    #: them cost by the prices that the user stated (`expense.py`); missing where it is not known.
+    joules_per_token: NotRequired[float]
+    price_per_million_tokens: NotRequired[float]
 
 
 class FidelityFigures(TypedDict):
@@ -108,7 +112,7 @@ class StudyDocument(TypedDict):
     requests: int  #: of the trace
     model: str  #: "": the workers have measured coefficients
     engine: str  #: a sentence: on which engine the workers' times were measured
-    fit_warnings: list[str]  #: sentences on fitted values that sit on their limits
+    fit_warnings: list[str]  #: sentences on why the workers' times may be far off
     fleet: str  #: as it was named, such as `H200:32`
     gpus: int  #: the number of GPUs; of CPU workers, the number of their cores
     replicas: int  #: of all roles

@@ -19,7 +19,9 @@ from .calibration import Calibration, merge_calibrations
 from .case import Variant
 from .documents import OWN_POLICY, LiveComparison, PolicyEntry, StudyDocument
 from .errors import SimulationError
+from .expense import Prices
 from .fleet import Faults, Fleet, Split
+from .hardware import DEFAULT_ENGINE
 from .metrics import Slo
 from .plan import cluster_yaml, format_plan, plan_layouts
 from .planned_layout import FleetOption, PlanDemand
@@ -93,6 +95,7 @@ def simulate(
     trace: TraceSource,
     *,
     model: str = DEFAULT_MODEL,
+    engine: str = DEFAULT_ENGINE,
     tp: int = DEFAULT_TP,
     fleet: str = DEFAULT_FLEET,
     split: str = BEST_SPLIT,
@@ -108,6 +111,7 @@ def simulate(
     agreement: bool = False,
     early_reject: bool = False,
     pace_first_token: bool | None = None,
+    price: str | Sequence[str] = (),
     calibrate_from_live: str | Path | None = None,
     jobs: int | None = None,
     report_progress: ProgressReporter = no_progress,
@@ -122,16 +126,19 @@ def simulate(
     _check_at_least_one("seeds", seeds)
     _check_rate(rate)
     names = [policy] if isinstance(policy, str) else list(policy)
+    prices = Prices.parse(price)
     calibration = read_calibration(Path(calibrate_from_live)) if calibrate_from_live else None
     setup = _study_setup(
         calibration,
         recorded=trace == RECORDED,
         model=model,
+        engine=engine,
         fleet_name=fleet,
         tp=tp,
         split_name=split,
         slo_text=slo,
     )
+    prices.of_fleet_hour(setup.fleet)  # a GPU without a price is said before anything is simulated
     study = Study(
         trace=_read_trace(trace, calibration, head),
         model=setup.model,
@@ -151,6 +158,7 @@ def simulate(
         router_config=setup.router_config,
         early_reject=early_reject,
         pace_first_token=pace_first_token,
+        prices=prices,
     )
     document = run_study(study, report_progress)
     # Only the same load without faults can be laid beside the recorded run.
@@ -176,6 +184,7 @@ def _study_setup(
     *,
     recorded: bool,
     model: str,
+    engine: str,
     fleet_name: str,
     tp: int,
     split_name: str,
@@ -201,7 +210,7 @@ def _study_setup(
             router_config = run.router
     else:
         _check_at_least_one("tp", tp)
-        fleet = Fleet.parse(fleet_name, model, tp)
+        fleet = Fleet.parse(fleet_name, model, tp, engine)
     # Targets may be multiples of a prefill's time, so they are parsed for these workers.
     return StudySetup(
         model=model,
@@ -253,8 +262,10 @@ def plan(
     trace: TraceSource = "synthetic",
     *,
     model: str = DEFAULT_MODEL,
+    engine: str = DEFAULT_ENGINE,
     tp: int | Sequence[int] = DEFAULT_TP,
     fleet: str | Sequence[str] = DEFAULT_FLEET,
+    price: str | Sequence[str] = (),
     rate: float | None = None,
     share: float = 0.99,
     slo: str = DEFAULT_SLO,
@@ -268,7 +279,8 @@ def plan(
     """Find the layout that serves a trace best, and say whether disaggregation pays.
 
     The parameters are the options of `diptych plan`, and mean what its `--help` says. Several
-    fleets are compared, and several `tp`. `rate` is in requests/s; None: as many as can be served.
+    fleets are compared, and several `tp`; with a `price` for an hour of each GPU type, such as
+    `H100=2.2,H200=3`, by what they cost instead of by the number of their GPUs. `rate` is in requests/s; None: as many as can be served.
     `jobs` processes simulate; None: one for each core. Each line of progress goes to
     `report_progress`, for example `print`. Nothing is written: `cluster_yaml` of the result is the
     file's text. Raises SimulationError, a sentence on what is wrong.
@@ -291,18 +303,25 @@ def plan(
         seeds=seeds,
         closed_loop=_is_closed_loop(dispatch),
     )
-    options = _fleet_options(fleets, model, tp_sizes, calibration)
+    options = _fleet_options(fleets, model, engine, tp_sizes, calibration, Prices.parse(price))
     return PlanResult(plan_layouts(options, demand, _process_count(jobs), report_progress))
 
 
 def _fleet_options(
-    fleets: list[str], model: str, tp_sizes: list[int], calibration: Calibration | None
+    fleets: list[str],
+    model: str,
+    engine: str,
+    tp_sizes: list[int],
+    calibration: Calibration | None,
+    prices: Prices,
 ) -> list[FleetOption]:
     """Return the fleets to compare: the measured workers, or each fleet with each replica size.
 
     `tp_sizes` are GPUs of a replica. Raises SimulationError.
     """
     if calibration:
+        if prices.per_gpu_hour:
+            raise SimulationError("price: measured CPU workers have no GPUs")
         thread_counts = sorted({worker.threads for worker in calibration.workers})
         measured_fleets = [calibration.fleet(threads) for threads in thread_counts]
         return [
@@ -311,13 +330,13 @@ def _fleet_options(
         ]
     for size in tp_sizes:
         _check_at_least_one("tp", size)
-    return [
-        FleetOption(
-            name if len(tp_sizes) == 1 else f"{name} tp{size}", Fleet.parse(name, model, size)
-        )
-        for name in fleets
-        for size in tp_sizes
-    ]
+    options: list[FleetOption] = []
+    for name in fleets:
+        for size in tp_sizes:
+            fleet = Fleet.parse(name, model, size, engine)
+            full_name = name if len(tp_sizes) == 1 else f"{name} tp{size}"
+            options.append(FleetOption(full_name, fleet, prices.of_fleet_hour(fleet)))
+    return options
 
 
 # ---- what both take ------------------------------------------------------------------------------

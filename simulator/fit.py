@@ -1,21 +1,31 @@
-"""Fits the overheads of the closed form to measured engines, and tests the fit on others.
+"""Fits the overheads of the closed form to measured engines, and tests each fit on others.
 
 `python -m diptych.simulator.fit [--calibration FOLDER] [--write]` prints the errors and, with
 `--write`, writes `coefficients.yaml`.
 
-The measured engines are dense models under vLLM, aggregated (one engine computes prompts and
-answers), with tp 1 to 8, where the load's concurrency is stated: Llama-3.1-70B in fp8 on H100, H200
-and B200 SXM, and Qwen3-32B in bf16 on H100. The fit sees those on H200; those on H100 and B200 test
-it. With B sequences that decode at a time in a closed loop, an engine's time per output token is
-predicted as
+The measured engines are aggregated (one engine computes prompts and answers), with tp 1 to 8 and
+without attention-data parallelism, where the load's concurrency is stated: vLLM, SGLang and
+TensorRT-LLM with dense models and mixtures of experts on H100, H200 and B200 SXM. With B sequences
+that decode at a time in a closed loop, an engine's time per output token is predicted as
 
     TPOT = step_s(B, B * (isl + osl / 2)) + B * prefill_s(isl, isl) / osl
     B    = min(concurrency, KV tokens of the replica / (isl + osl / 2))
 
 where isl and osl are the lengths of prompt and answer in tokens, isl + osl / 2 is the mean length
 of a sequence while it decodes, and nothing of a prompt is cached. The second term is the share of
-the prompts' time: while a sequence decodes its osl tokens, B prompts are computed. The fit
-minimises the squares of log(predicted / measured), in which the overheads are not linear.
+the prompts' time: while a sequence decodes its osl tokens, B prompts are computed. A fit minimises
+the squares of log(predicted / measured), in which the overheads are not linear.
+
+There is a fit for each engine, kind of kernels and generation of GPUs. What it is tested on:
+- vLLM with dense models is fitted on H200, with Llama-3.1-70B in fp8, and tested on H100 and B200
+  and on Qwen3-32B. Most published figures of the simulator rest on this fit.
+- Other fits are cross-validated: the configurations (model, GPU, tp, isl, osl) are in `FOLDS`
+  parts, and each part is predicted by a fit to the others. What is written down is fitted to all.
+- Diptych's own engine was timed on one H200 (`loadtests/results/gpu-proof.md`): single steps and
+  single prompts of one model. Steps with FP8 weights and with sampling test that fit.
+
+Left out are engines whose requests waited for a place, as then B is not known; of engines that
+were measured several times all but the newest; and `IMPLAUSIBLE` ones.
 """
 
 from __future__ import annotations
@@ -23,7 +33,10 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
+import hashlib
 import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -32,56 +45,136 @@ import msgspec
 import numpy as np
 from scipy.optimize import least_squares
 
+from ..protos.frames import Coefficients
 from .hardware import (
     COEFFICIENTS_FILE,
+    DEFAULT_ENGINE,
+    EngineFit,
+    Kernels,
     Overheads,
+    PredictionError,
     derive_coefficients,
     find_gpu,
     find_model,
-    kv_memory_bytes,
+    kv_tokens_beside_weights,
     load_constants,
 )
 
 SAMPLE_FILE = "silicon_sample.csv.gz"  #: in the calibration folder: a row for each measured engine
+OWN_TABLES = Path(__file__).parents[1] / "loadtests/results/gpu-proof.md"  #: of our own engine
 #: From the names in the sample to those in `coefficients.yaml`; rows of other names are not used.
 GPU_NAMES = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
-MODEL_NAMES = {"meta-llama/Llama-3.1-70B": "llama3.1-70b", "Qwen/Qwen3-32B": "qwen3-32b"}
-DATA_TYPES = ("bf16", "fp8")  #: of the weights; rows of others are not used
-FITTED_GPU = "H200"  #: the engines on all other GPUs test the fit
+MODEL_NAMES = {
+    "Llama-3.1-8B-Instruct": "llama3.1-8b",
+    "Llama-3.1-8B-Instruct-FP8": "llama3.1-8b",
+    "Llama-3.1-70B": "llama3.1-70b",
+    "Qwen3-32B": "qwen3-32b",
+    "Qwen3-235B-A22B-FP8": "qwen3-235b-a22b",
+    "Qwen3.5-397B-A17B": "qwen3.5-397b-a17b",
+    "MiniMax-M2.5": "minimax-m2.5",
+    "gpt-oss-120b": "gpt-oss-120b",
+    "DeepSeek-R1": "deepseek-v3",
+    "DeepSeek-V3": "deepseek-v3",
+    "Kimi-K2.5": "kimi-k2.5",
+}
+DATA_TYPES = {
+    "": "bf16",  # not quantized
+    "bf16": "bf16",
+    "fp8": "fp8",
+    "fp8_block": "fp8",
+    "nvfp4": "nvfp4",
+    "int4_wo": "int4",
+}
+#: Its weights are in 4 bits wherever it runs; the sample names the type of its activations.
+MXFP4_MODEL = "gpt-oss-120b"
+#: (engine, model) of engines that no fit uses. The arithmetic of their prompts, at the data sheet's
+#: full rate, takes up to all of their measured time per token, beside which KV and weights are read;
+#: so their prompts must have been cached in part. Fitted to themselves they are 38 % off on average.
+IMPLAUSIBLE = {("vllm", "Llama-3.1-8B-Instruct-FP8")}
+#: A time to the first token of more than this share of the whole answer's time is a queue's.
+QUEUED_SHARE = 0.5
+FITTED_GPU = "H200"  #: of vLLM with dense models; the engines on all other GPUs test that fit
+FOLDS = 4
 LIMIT_SHARE = 1e-3  #: of the span between two limits: so near to one counts as on it
 LARGE_ERROR = 0.1  #: relative; larger errors count linearly, not squared
 
-#: The fitted engines run one model, so they tell only the sum of a step's overhead and its layers'.
-#: The share of `step_s` in this sum is therefore arbitrary, and would differ from one processor to
-#: the next. It is held at what a fit with a free `step_s` once ended at: 4 % of the sum.
+#: The fitted engines of vLLM with dense models run one model, so they tell only the sum of a step's
+#: overhead and its layers'. The share of `step_s` in this sum is therefore arbitrary, and would
+#: differ from one processor to the next. It is held at what a fit with a free `step_s` once ended
+#: at: 4 % of the sum.
 HELD_STEP_S = 1.858e-4
-#: Where the fit begins. Of every overhead it fits a factor on this value, so none is 0.
-START = Overheads(
-    weights_efficiency=0.9,
-    kv_efficiency=0.8,
-    step_s=HELD_STEP_S,
-    layer_s=3e-5,
-    prefill_efficiency=1.0,
-    prompt_s=5e-3,
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Where a fit begins, and between which values it searches.
+
+    It fits a factor on each start value, so none is 0. An overhead whose limits are equal is held.
+    Nothing is better than the kernels alone, which reach 0.9 of the data sheet's memory bandwidth
+    (`bound.KERNEL_MEMORY_SHARE`).
+    """
+
+    start: Overheads
+    lower: Overheads
+    upper: Overheads
+
+
+#: Of vLLM with dense models. A prefill's efficiency is a share of the kernels' own speed.
+HELD_LIMITS = Limits(
+    start=Overheads(
+        weights_efficiency=0.9,
+        kv_efficiency=0.8,
+        step_s=HELD_STEP_S,
+        layer_s=3e-5,
+        prefill_efficiency=1.0,
+        prompt_s=5e-3,
+    ),
+    lower=Overheads(
+        weights_efficiency=0.3,
+        kv_efficiency=0.3,
+        step_s=HELD_STEP_S,
+        layer_s=0.0,
+        prefill_efficiency=0.3,
+        prompt_s=0.0,
+    ),
+    upper=Overheads(
+        weights_efficiency=0.9,
+        kv_efficiency=0.9,
+        step_s=HELD_STEP_S,
+        layer_s=2e-4,
+        prefill_efficiency=1.0,
+        prompt_s=1e-2,
+    ),
 )
-#: Limits of the fit; an overhead whose two limits are equal is held.
-LOWER_BOUNDS = Overheads(
-    weights_efficiency=0.3,
-    kv_efficiency=0.3,
-    step_s=HELD_STEP_S,
-    layer_s=0.0,
-    prefill_efficiency=0.3,
-    prompt_s=0.0,
-)
-#: Nothing is better than the kernels alone: they reach 0.9 of the data sheet's memory bandwidth
-#: (`bound.KERNEL_MEMORY_SHARE`), and a prefill's efficiency is a share of their own speed.
-UPPER_BOUNDS = Overheads(
-    weights_efficiency=0.9,
-    kv_efficiency=0.9,
-    step_s=HELD_STEP_S,
-    layer_s=2e-4,
-    prefill_efficiency=1.0,
-    prompt_s=1e-2,
+#: Of all others. A chunk of a prompt shares the reading of weights with the step that it is in,
+#: which the closed form counts twice; so a prefill may seem faster than its kernels.
+FREE_LIMITS = Limits(
+    start=Overheads(
+        weights_efficiency=0.8,
+        kv_efficiency=0.6,
+        step_s=5e-4,
+        layer_s=3e-5,
+        prefill_efficiency=0.8,
+        prompt_s=5e-3,
+        row_s=1e-5,
+    ),
+    lower=Overheads(
+        weights_efficiency=0.2,
+        kv_efficiency=0.1,
+        step_s=0.0,
+        layer_s=0.0,
+        prefill_efficiency=0.1,
+        prompt_s=0.0,
+    ),
+    upper=Overheads(
+        weights_efficiency=0.9,
+        kv_efficiency=0.9,
+        step_s=5e-3,
+        layer_s=3e-4,
+        prefill_efficiency=1.3,
+        prompt_s=5e-2,
+        row_s=1e-4,
+    ),
 )
 
 
@@ -89,6 +182,7 @@ UPPER_BOUNDS = Overheads(
 class MeasuredEngine:
     """One engine configuration under one load, and its measured time per output token."""
 
+    engine: str
     gpu: str
     model: str  #: with the data type of its weights: `llama3.1-70b-fp8`
     tp: int  #: GPUs that share the model
@@ -96,23 +190,65 @@ class MeasuredEngine:
     isl: int  #: tokens of each prompt
     osl: int  #: tokens of each answer
     tpot_s: float
+    ttft_s: float = 0.0
+    expert_parallel: int = 1  #: groups of GPUs that have different experts
+    version: str = (
+        ""  #: of the engine, behind the date of its measurement: a later one sorts behind
+    )
+    implausible: bool = False  #: of `IMPLAUSIBLE`, which no fit uses
+
+    @property
+    def replica(self) -> tuple[str, str, int]:
+        """What its coefficients depend on, beside the overheads."""
+        return self.model, self.gpu, self.tp
+
+    @property
+    def measured_s(self) -> float:
+        """The time that is predicted."""
+        return self.tpot_s
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kind of kernels that it runs."""
+        return find_model(self.model).kernels(find_gpu(self.gpu))
+
+    def predict_s(self, cost: Coefficients) -> float:
+        """Return the seconds per output token by the module's formulas.
+
+        `rows` is their B, at least 1: an engine whose KV is smaller than one sequence serves one
+        still.
+        """
+        kv_tokens = kv_tokens_beside_weights(find_model(self.model), find_gpu(self.gpu), self.tp)
+        mean_length = self.isl + self.osl / 2
+        rows = min(self.concurrency, max(1.0, kv_tokens / mean_length))
+        step_s = cost.step_s(int(rows), rows * mean_length)
+        return step_s + rows * cost.prefill_s(self.isl, self.isl) / self.osl
 
 
-class PredictionError(msgspec.Struct, frozen=True):
-    """Relative errors of the predicted time per output token, over some engines: 0.1 is 10 %."""
+@dataclass(frozen=True, slots=True)
+class MeasuredCall:
+    """One step, or one whole prompt, of our own engine."""
 
-    rows: int  #: how many engines
-    mean: float  #: of the errors' magnitudes
-    median: float  #: of the errors' magnitudes
-    bias: float  #: mean of the errors with their signs; above 0: predictions are too long
+    gpu: str
+    model: str
+    measured_s: float
+    rows: int  #: of the step; 0: a prompt is computed
+    tokens: int  #: that each row reads, or of the prompt
+    tests: bool = False  #: not fitted to
+
+    @property
+    def replica(self) -> tuple[str, str, int]:
+        """What its coefficients depend on, beside the overheads."""
+        return self.model, self.gpu, 1
+
+    def predict_s(self, cost: Coefficients) -> float:
+        """Return the seconds that the step or the prompt takes."""
+        if self.rows:
+            return cost.step_s(self.rows, self.rows * self.tokens)
+        return cost.prefill_s(self.tokens, self.tokens)
 
 
-class FitResult(NamedTuple):
-    """The fitted overheads, and the errors by group of engines."""
-
-    overheads: Overheads
-    #: Of the engines "fitted" and "not_fitted", and of each GPU and model that was not fitted.
-    errors: dict[str, PredictionError]
+Measured = MeasuredEngine | MeasuredCall
 
 
 # ---- the measured engines ------------------------------------------------------------------------
@@ -127,64 +263,120 @@ def read_engines(folder: Path) -> list[MeasuredEngine]:
 
 def _parse_engine(row: dict[str, str]) -> MeasuredEngine | None:
     """Return the row's engine, or None if its kind is not fitted."""
-    data_type = row["gemm_quant_mode"] or "bf16"  # not quantized
-    concurrency = re.search(r"silicon_concurrency=(\d+)", row["silicon_data_source"])
-    if row["system"] not in GPU_NAMES or row["model_path"] not in MODEL_NAMES:
+    name = row["model_path"].rpartition("/")[2]
+    source = row["silicon_data_source"]
+    concurrency = re.search(r"silicon_concurrency=(\d+)", source)
+    if row["system"] not in GPU_NAMES or name not in MODEL_NAMES or concurrency is None:
         return None
-    if row["mode"] != "agg" or row["backend"] != "vllm" or row["pp_size"] != "1":
+    if row["mode"] != "agg" or row["pp_size"] != "1" or int(row["tp_size"]) > 8:
         return None
-    if data_type not in DATA_TYPES or concurrency is None:
+    if row["attention_dp_size"] not in ("", "1") or row["gemm_quant_mode"] not in DATA_TYPES:
         return None
+    data_type = "mxfp4" if name == MXFP4_MODEL else DATA_TYPES[row["gemm_quant_mode"]]
+    model = f"{MODEL_NAMES[name]}-{data_type}"
+    tp = int(row["tp_size"])
+    expert_parallel = int(row["moe_ep_size"] or 1)
+    # With experts, some rows count the GPUs of several replicas.
+    if find_model(model).experts and int(row["moe_tp_size"]) * expert_parallel != tp:
+        return None
+    measured = re.search(r"measured=([-\d]+)", source)
     return MeasuredEngine(
+        engine=row["backend"],
         gpu=GPU_NAMES[row["system"]],
-        model=f"{MODEL_NAMES[row['model_path']]}-{data_type}",
-        tp=int(row["tp_size"]),
+        model=model,
+        tp=tp,
         concurrency=int(concurrency[1]),
         isl=int(row["isl"]),
         osl=int(row["osl"]),
         tpot_s=float(row["silicon_tpot_ms"]) / 1e3,
+        ttft_s=float(row["silicon_ttft_ms"]) / 1e3,
+        expert_parallel=expert_parallel,
+        version=f"{measured[1] if measured else ''} {row['backend_version']}",
+        implausible=(row["backend"], name) in IMPLAUSIBLE,
     )
 
 
-def predict_tpot_s(engine: MeasuredEngine, overheads: Overheads) -> float:
-    """Return the seconds per output token by the module's formulas with these overheads.
+def newest_unqueued(engines: Iterable[MeasuredEngine]) -> list[MeasuredEngine]:
+    """Return the newest measurement of each configuration, without those whose requests queued."""
+    newest: dict[tuple, MeasuredEngine] = {}
+    for engine in engines:
+        if engine.ttft_s > QUEUED_SHARE * engine.osl * engine.tpot_s:
+            continue
+        load = (engine.concurrency, engine.isl, engine.osl)
+        key = (engine.engine, *engine.replica, engine.expert_parallel, *load)
+        if key not in newest or engine.version >= newest[key].version:
+            newest[key] = engine
+    return list(newest.values())
 
-    `rows` is their B, at least 1: an engine whose KV is smaller than one sequence serves one still.
-    """
-    model = find_model(engine.model)
-    gpu = find_gpu(engine.gpu)
-    cost = derive_coefficients(model, gpu, engine.tp, overheads)
-    mean_length = engine.isl + engine.osl / 2
-    kv_tokens = kv_memory_bytes(model, gpu, engine.tp) / model.kv_bytes_per_token
-    rows = min(engine.concurrency, max(1.0, kv_tokens / mean_length))
-    step_s = cost.step_s(int(rows), rows * mean_length)
-    return step_s + rows * cost.prefill_s(engine.isl, engine.isl) / engine.osl
+
+def read_own_engine(path: Path = OWN_TABLES) -> list[MeasuredCall]:
+    """Return the steps and prompts of our own engine, from the tables of the GPU proof."""
+    tables: dict[str, list[list[str]]] = defaultdict(list)
+    title = ""
+    for line in path.read_text().splitlines():
+        if line.startswith("## "):
+            title = line.removeprefix("## ").partition(": ")[2]
+        elif re.match(r"\| \d", line):
+            tables[title].append([cell.strip() for cell in line.strip("|").split("|")])
+
+    def steps(title: str, model: str, *, tests: bool) -> list[MeasuredCall]:
+        calls: list[MeasuredCall] = []
+        for load, milliseconds, *_ in tables[title]:
+            rows, context = map(int, load.split(" x "))
+            calls.append(
+                MeasuredCall("H200", model, float(milliseconds) / 1e3, rows, context, tests)
+            )
+        return calls
+
+    prompts = [
+        MeasuredCall("H200", "llama3.1-8b-bf16", float(milliseconds) / 1e3, 0, int(tokens))
+        for tokens, milliseconds, *_ in tables["Prefill"]
+    ]
+    sampled = "Decode, bf16, temperature 0.6 and top_p 0.9"
+    return [
+        *steps("Decode, bf16", "llama3.1-8b-bf16", tests=False),
+        *prompts,
+        *steps(sampled, "llama3.1-8b-bf16", tests=True),
+        *steps("Decode, FP8 weights", "llama3.1-8b-fp8", tests=True),
+    ]
 
 
 # ---- the fit -------------------------------------------------------------------------------------
 
 
-def fit_overheads(engines: list[MeasuredEngine]) -> Overheads:
-    """Return the overheads that predict these engines best, to four digits.
+def predict(measured: Iterable[Measured], overheads: Overheads) -> list[float]:
+    """Return the predicted seconds with these overheads."""
+    costs: dict[tuple[str, str, int], Coefficients] = {}
+    predicted: list[float] = []
+    for one in measured:
+        if one.replica not in costs:
+            model, gpu, tp = one.replica
+            costs[one.replica] = derive_coefficients(
+                find_model(model), find_gpu(gpu), tp, overheads
+            )
+        predicted.append(one.predict_s(costs[one.replica]))
+    return predicted
 
-    An overhead whose limits are equal keeps its value. The others are varied as factors on `START`,
-    so that all have a like scale.
+
+def fit_overheads(measured: Sequence[Measured], limits: Limits = FREE_LIMITS) -> Overheads:
+    """Return the overheads that predict these times best, to four digits.
+
+    They are varied as factors on the start, so that all have a like scale.
     """
-    start = _as_array(START)
-    lower = _as_array(LOWER_BOUNDS)
-    upper = _as_array(UPPER_BOUNDS)
+    start = _as_array(limits.start)
+    lower = _as_array(limits.lower)
+    upper = _as_array(limits.upper)
     free = lower < upper
+    measured_s = np.array([one.measured_s for one in measured])
 
     def scaled_overheads(factors: np.ndarray) -> Overheads:
-        """Return the start with its free values multiplied."""
+        """Return the start with its free values multiplied; a held one may be 0."""
         values = start.copy()
         values[free] *= factors
         return Overheads(*values.tolist())
 
     def residuals(factors: np.ndarray) -> np.ndarray:
-        overheads = scaled_overheads(factors)
-        ratios = [predict_tpot_s(engine, overheads) / engine.tpot_s for engine in engines]
-        return np.log(np.array(ratios))
+        return np.log(np.array(predict(measured, scaled_overheads(factors))) / measured_s)
 
     solution = least_squares(
         residuals,
@@ -197,52 +389,165 @@ def fit_overheads(engines: list[MeasuredEngine]) -> Overheads:
     return Overheads(*(float(f"{value:.4g}") for value in best))
 
 
-def find_at_bounds(overheads: Overheads) -> list[str]:
+def find_at_bounds(overheads: Overheads, limits: Limits) -> tuple[str, ...]:
     """Return the overheads that sit on a limit of the fit, as in `prompt_s 0.01`.
 
     The fit ends close to a limit, not on it, and overheads have four digits.
     """
     values = msgspec.structs.asdict(overheads)
-    lower = msgspec.structs.asdict(LOWER_BOUNDS)
-    upper = msgspec.structs.asdict(UPPER_BOUNDS)
-    return [
+    lower = msgspec.structs.asdict(limits.lower)
+    upper = msgspec.structs.asdict(limits.upper)
+    return tuple(
         f"{name} {value:g}"
         for name, value in values.items()
         if lower[name] < upper[name]
         and min(value - lower[name], upper[name] - value)
         <= LIMIT_SHARE * (upper[name] - lower[name])
-    ]
+    )
 
 
 def _as_array(overheads: Overheads) -> np.ndarray:
     return np.array(msgspec.structs.astuple(overheads))
 
 
-def prediction_error(engines: list[MeasuredEngine], overheads: Overheads) -> PredictionError:
+# ---- how well a fit predicts ---------------------------------------------------------------------
+
+
+class Prediction(NamedTuple):
+    """A measured time, and how far the predicted one is from it."""
+
+    measured: Measured
+    error: float  #: relative, with its sign
+
+
+def predictions(measured: Sequence[Measured], overheads: Overheads) -> list[Prediction]:
     """Return how far the predictions are from what was measured."""
-    errors = np.array([predict_tpot_s(engine, overheads) / engine.tpot_s - 1 for engine in engines])
+    return [
+        Prediction(one, predicted_s / one.measured_s - 1)
+        for one, predicted_s in zip(measured, predict(measured, overheads), strict=True)
+    ]
+
+
+def summarise(made: list[Prediction]) -> PredictionError:
+    """Return the errors of the predictions together."""
+    errors = np.array([prediction.error for prediction in made])
     magnitudes = np.abs(errors)
     return PredictionError(
-        rows=len(engines),
+        rows=len(made),
         mean=round(float(magnitudes.mean()), 4),
         median=round(float(np.median(magnitudes)), 4),
         bias=round(float(errors.mean()), 4),
     )
 
 
-def fit_and_test(engines: list[MeasuredEngine]) -> FitResult:
-    """Return the fit to the engines on `FITTED_GPU`, and its errors on these and on the others."""
-    fitted = [engine for engine in engines if engine.gpu == FITTED_GPU]
-    others = [engine for engine in engines if engine.gpu != FITTED_GPU]
-    overheads = fit_overheads(fitted)
-    errors = {
-        "fitted": prediction_error(fitted, overheads),
-        "not_fitted": prediction_error(others, overheads),
-    }
-    for gpu, model in sorted({(engine.gpu, engine.model) for engine in others}):
-        group = [engine for engine in others if (engine.gpu, engine.model) == (gpu, model)]
-        errors[f"{gpu} {model}"] = prediction_error(group, overheads)
-    return FitResult(overheads, errors)
+def summarise_groups(made: list[Prediction]) -> dict[str, PredictionError]:
+    """Return the errors of all predictions, and of those of each GPU and model."""
+    if not made:
+        return {}
+    groups: dict[str, list[Prediction]] = defaultdict(list)
+    for prediction in made:
+        model, gpu, _ = prediction.measured.replica
+        groups[f"{gpu} {model}"].append(prediction)
+    return {"all": summarise(made)} | {name: summarise(groups[name]) for name in sorted(groups)}
+
+
+def cross_validate(engines: list[MeasuredEngine]) -> list[Prediction]:
+    """Return predictions of each engine by a fit to other configurations."""
+    parts: list[list[MeasuredEngine]] = [[] for _ in range(FOLDS)]
+    for engine in engines:
+        parts[_fold(engine)].append(engine)
+    made: list[Prediction] = []
+    for part in parts:
+        others = [engine for other in parts if other is not part for engine in other]
+        if part and others:
+            made += predictions(part, fit_overheads(others))
+    return made
+
+
+def _fold(engine: MeasuredEngine) -> int:
+    """Return the part that the engine's configuration is in; all its concurrencies are in one."""
+    configuration = f"{engine.model} {engine.gpu} {engine.tp} {engine.isl} {engine.osl}"
+    return hashlib.sha256(configuration.encode()).digest()[0] % FOLDS
+
+
+# ---- all fits ------------------------------------------------------------------------------------
+
+
+def fit_all(
+    engines: list[MeasuredEngine], report_fit: Callable[[EngineFit], None] = lambda fit: None
+) -> list[EngineFit]:
+    """Return the fits of all engines, in a fixed order; each goes to `report_fit` when it is made."""
+    fits: list[EngineFit] = []
+
+    def add(fit: EngineFit) -> None:
+        fits.append(fit)
+        report_fit(fit)
+
+    engines = [engine for engine in engines if not engine.implausible]
+    add(fit_dense_vllm(engines))
+    groups: dict[tuple[str, Kernels, str], list[MeasuredEngine]] = defaultdict(list)
+    for engine in newest_unqueued(engines):
+        generation = find_gpu(engine.gpu).generation
+        groups[engine.engine, engine.kernels, generation].append(engine)
+    for (name, kernels, generation), members in sorted(groups.items()):
+        if (name, kernels) != (DEFAULT_ENGINE, Kernels.DENSE):
+            add(fit_kind(name, kernels, generation, members))
+    add(fit_own_engine(read_own_engine()))
+    return fits
+
+
+def fit_dense_vllm(engines: list[MeasuredEngine]) -> EngineFit:
+    """Return the fit to vLLM with dense models on `FITTED_GPU`, tested on the others."""
+    dense = [
+        engine
+        for engine in engines
+        if engine.engine == DEFAULT_ENGINE and engine.kernels is Kernels.DENSE
+    ]
+    fitted = [engine for engine in dense if engine.gpu == FITTED_GPU]
+    others = [engine for engine in dense if engine.gpu != FITTED_GPU]
+    overheads = fit_overheads(fitted, HELD_LIMITS)
+    return EngineFit(
+        engine=DEFAULT_ENGINE,
+        kernels=Kernels.DENSE,
+        generations=("Hopper", "Blackwell"),
+        overheads=overheads,
+        fitted=summarise(predictions(fitted, overheads)),
+        not_fitted=summarise_groups(predictions(others, overheads)),
+        at_bounds=find_at_bounds(overheads, HELD_LIMITS),
+    )
+
+
+def fit_kind(
+    engine: str, kernels: Kernels, generation: str, members: list[MeasuredEngine]
+) -> EngineFit:
+    """Return the fit to all engines of a kind, tested by cross-validation."""
+    overheads = fit_overheads(members)
+    return EngineFit(
+        engine=engine,
+        kernels=kernels,
+        generations=(generation,),
+        overheads=overheads,
+        fitted=summarise(predictions(members, overheads)),
+        not_fitted=summarise_groups(cross_validate(members)),
+        at_bounds=find_at_bounds(overheads, FREE_LIMITS),
+    )
+
+
+def fit_own_engine(calls: list[MeasuredCall]) -> EngineFit:
+    """Return the fit to our own engine's greedy steps and prompts in bf16, tested on the others."""
+    fitted = [call for call in calls if not call.tests]
+    # One model tells no more of a step's overhead and its layers' than their sum.
+    overheads = fit_overheads(fitted, HELD_LIMITS)
+    others = [call for call in calls if call.tests]
+    return EngineFit(
+        engine="diptych",
+        kernels=Kernels.DENSE,
+        generations=("Hopper",),
+        overheads=overheads,
+        fitted=summarise(predictions(fitted, overheads)),
+        not_fitted=summarise_groups(predictions(others, overheads)),
+        at_bounds=find_at_bounds(overheads, HELD_LIMITS),
+    )
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -255,31 +560,48 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write coefficients.yaml")
     options = parser.parse_args()
 
-    result = fit_and_test(read_engines(options.calibration))
-    print(f"overheads: {result.overheads}")
-    for value in find_at_bounds(result.overheads):
-        print(f"on its limit: {value}")
-    for group, error in result.errors.items():
-        values = msgspec.structs.asdict(error)
-        print(
-            f"TPOT error, {group:32} "
-            + "  ".join(f"{name} {value}" for name, value in values.items())
-        )
+    engines = read_engines(options.calibration)
+    fits = fit_all(engines, _print_fit)
+    _print_engines(fits)
+    _print_implausible(engines, fits)
     if options.write:
-        _write_constants(result)
+        constants = msgspec.structs.replace(load_constants(), fits=fits)
+        COEFFICIENTS_FILE.write_bytes(msgspec.yaml.encode(msgspec.to_builtins(constants)))
         print(f"wrote {COEFFICIENTS_FILE.name}")
 
 
-def _write_constants(result: FitResult) -> None:
-    """Write overheads and errors to `coefficients.yaml`, and keep all else that it has."""
-    constants = load_constants()
-    constants = msgspec.structs.replace(
-        constants,
-        provenance=constants.provenance
-        | {"error": result.errors, "at_bounds": find_at_bounds(result.overheads)},
-        overheads=result.overheads,
-    )
-    COEFFICIENTS_FILE.write_bytes(msgspec.yaml.encode(msgspec.to_builtins(constants)))
+def _print_fit(fit: EngineFit) -> None:
+    """Print the overheads of a fit, and its errors."""
+    print(f"{fit.engine}, {fit.kernels}, {' and '.join(fit.generations)}: {fit.overheads}")
+    for value in fit.at_bounds:
+        print(f"  on its limit: {value}")
+    for group, error in ({"fitted": fit.fitted} | fit.not_fitted).items():
+        values = msgspec.structs.asdict(error).items()
+        print(f"  {group:32} " + "  ".join(f"{name} {value}" for name, value in values))
+
+
+def _print_engines(fits: list[EngineFit]) -> None:
+    """Print the mean error of each engine, of dense models and of mixtures of experts."""
+    rows: dict[tuple[str, str], int] = defaultdict(int)
+    weighted: dict[tuple[str, str], float] = defaultdict(float)
+    for fit in fits:
+        if "all" in fit.not_fitted:
+            kind = "dense" if fit.kernels is Kernels.DENSE else "experts"
+            error = fit.not_fitted["all"]
+            rows[fit.engine, kind] += error.rows
+            weighted[fit.engine, kind] += error.rows * error.mean
+    print("mean error where not fitted, of the time per token")
+    for key, count in rows.items():
+        print(f"  {', '.join(key):20} {weighted[key] / count:.3f} of {count}")
+
+
+def _print_implausible(engines: list[MeasuredEngine], fits: list[EngineFit]) -> None:
+    """Print how far the fits are from the engines that none of them uses."""
+    left_out = [engine for engine in engines if engine.implausible]
+    fit = next(fit for fit in fits if fit.engine == DEFAULT_ENGINE)
+    print("left out as implausible, with the fit of vLLM's dense models")
+    for group, error in summarise_groups(predictions(left_out, fit.overheads)).items():
+        print(f"  {group:20} {error.mean:.3f} of {error.rows}, bias {error.bias:+.3f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..protos.frames import Coefficients
 from .errors import SimulationError
-from .hardware import Hardware
+from .hardware import DEFAULT_ENGINE, Hardware
 
 NUMBER = r"(\d+\.?\d*|\.\d+)"  #: a pattern, with one group
 #: By the name of a fault, what its value looks like; `Faults` says what the values mean.
@@ -75,8 +75,11 @@ class Fleet:
     pools: tuple[tuple[Hardware, int], ...]  #: (a replica, how many there are of it)
 
     @staticmethod
-    def parse(text: str, model: str, tp: int) -> Fleet:
-        """Return the fleet `GPU:COUNT,...`, with replicas of `tp` GPUs. Raises SimulationError."""
+    def parse(text: str, model: str, tp: int, engine: str = DEFAULT_ENGINE) -> Fleet:
+        """Return the fleet `GPU:COUNT,...`, with replicas of `tp` GPUs that run this engine.
+
+        Raises SimulationError.
+        """
         pools: list[tuple[Hardware, int]] = []
         for part in text.split(","):
             match = re.fullmatch(r"([A-Za-z0-9]+):(\d+)", part.strip())
@@ -86,7 +89,7 @@ class Fleet:
             count = int(match[2])
             if count == 0 or count % tp:
                 raise SimulationError(f"fleet {part}: {count} GPUs are no whole replicas of {tp}")
-            pools.append((Hardware.of(model, gpu, tp), count // tp))
+            pools.append((Hardware.of(model, gpu, tp, engine), count // tp))
         return Fleet(tuple(pools))
 
     @property

@@ -29,8 +29,9 @@ import yaml
 from ..protos.targets import format_time
 from .bound import RequestClasses, classify_requests, mean_request_seconds
 from .errors import SimulationError
+from .expense import joules_per_token, price_per_million_tokens
 from .fleet import Fleet, Split
-from .hardware import Hardware, describe_bounds, describe_engine
+from .hardware import Hardware, describe_doubts, describe_engine
 from .intervals import Interval, ratio_interval
 from .metrics import Slo
 from .planned_layout import (
@@ -50,6 +51,8 @@ STEP_TOKENS_MINIMUM = 64  #: of `max_step_tokens` in cluster.yaml
 SIMULATED_LAYOUTS = 6  #: limit of the separated layouts that are simulated, for each fleet
 #: A separated layout must serve this times the mixed one's requests/s: mixed is simpler.
 PAYS_FACTOR = 1.05
+#: Columns of the table that are there if any layout has a figure, by their keys in the document.
+EXPENSE_TITLES = {"joules_per_token": "J/TOKEN", "price_per_million_tokens": "PRICE/M"}
 
 
 def plan_layouts(
@@ -86,12 +89,12 @@ def plan_layouts(
         "slo": str(Slo.parse(demand.slo)),
         "share": demand.share,
         "rate": demand.rate,
-        "engines": sorted({describe_engine(option.fleet.reference.gpu) for option in options}),
-        "fit_warnings": describe_bounds(
+        "engines": sorted({describe_engine(option.fleet.reference) for option in options}),
+        "fit_warnings": describe_doubts(
             hardware for option in options for hardware, _ in option.fleet.pools
         ),
-        "layouts": [_layout_entry(layout) for layout in layouts],
-        "best": _layout_entry(best),
+        "layouts": [_layout_entry(layout, demand, options) for layout in layouts],
+        "best": _layout_entry(best, demand, options),
         "verdict": describe_verdict(contest, comparison, demand),
         "comparison": comparison and comparison.entry(),
         "reach": reach,
@@ -184,26 +187,27 @@ def choose_layout(layouts: list[FleetLayout], demand: PlanDemand) -> FleetLayout
     """Return the best layout.
 
     There are three cases:
-    - Without a rate: the layout that serves most requests/s per GPU, where a separated one has to
-      serve `PAYS_FACTOR` times as much as a mixed one.
-    - With a rate that some layouts serve: the one with the fewest GPUs, of these a mixed one.
+    - Without a rate: the layout that serves most requests/s for its expense, where a separated one
+      has to serve `PAYS_FACTOR` times as much as a mixed one. The expense is the price of the fleet
+      where prices are stated, else the number of its GPUs.
+    - With a rate that some layouts serve: the one with the least expense, of these a mixed one.
     - With a rate that none serves: the one that serves most of it, of equal ones a mixed one.
     """
     if demand.rate is None:
         return max(
             layouts,
-            key=lambda layout: layout.rate / layout.gpus * (PAYS_FACTOR if layout.mixed else 1),
+            key=lambda layout: layout.rate / layout.expense * (PAYS_FACTOR if layout.mixed else 1),
         )
     sufficient = [layout for layout in layouts if layout.attainment >= demand.share]
     if sufficient:
         return min(
-            sufficient, key=lambda layout: (layout.gpus, not layout.mixed, -layout.attainment)
+            sufficient, key=lambda layout: (layout.expense, not layout.mixed, -layout.attainment)
         )
     return max(layouts, key=lambda layout: (layout.attainment, layout.mixed))
 
 
 class Contest(NamedTuple):
-    """The best separated layout and the best mixed one, of equally many GPUs.
+    """The best separated layout and the best mixed one, of equal expense.
 
     A partly mixed layout counts as separated.
     """
@@ -249,11 +253,11 @@ def _finite(value: float) -> float | None:
 def _find_contest(
     layouts: Sequence[FleetLayout], best: FleetLayout, demand: PlanDemand
 ) -> Contest | None:
-    """Return the best layouts of both kinds with as many GPUs as `best` has.
+    """Return the best layouts of both kinds that cost as much as `best`.
 
     None: there are layouts of one kind alone, as with a fleet of one replica.
     """
-    same_size = [layout for layout in layouts if layout.gpus == best.gpus]
+    same_size = [layout for layout in layouts if layout.expense == best.expense]
     separated = [layout for layout in same_size if not layout.mixed]
     mixed = [layout for layout in same_size if layout.mixed]
     if not separated or not mixed:
@@ -339,8 +343,19 @@ def _describe_served(layout: FleetLayout, demand: PlanDemand) -> str:
     return f"{layout.rate:.2f} requests/s with {demand.share:.0%} in time"
 
 
-def _layout_entry(layout: FleetLayout) -> dict[str, Any]:
-    """Return the layout as it stands in the document."""
+def _layout_entry(
+    layout: FleetLayout, demand: PlanDemand, options: list[FleetOption]
+) -> dict[str, Any]:
+    """Return the layout as it stands in the document.
+
+    Price and energy are of an answered token; without requests that were simulated at a rate, all
+    that are offered count as answered, and a refused one as not.
+    """
+    option = _option_of(layout, options)
+    answered_share = 1 - layout.refused / layout.requests if layout.requests else 1.0
+    tokens_per_s = layout.rate * answered_share * demand.trace.mean_output_tokens
+    price = price_per_million_tokens(option.hour_price, tokens_per_s)
+    joules = joules_per_token(option.fleet, tokens_per_s)
     return {
         "fleet": layout.fleet_name,
         "gpus": layout.gpus,
@@ -353,7 +368,13 @@ def _layout_entry(layout: FleetLayout) -> dict[str, Any]:
         "requests": layout.requests,
         "refused": layout.refused,
         "ttft_offered": layout.ttft_offered,
+        "price_per_million_tokens": None if price is None else round(price, 4),
+        "joules_per_token": None if joules is None else round(joules, 3),
     }
+
+
+def _option_of(layout: FleetLayout, options: list[FleetOption]) -> FleetOption:
+    return next(option for option in options if option.name == layout.fleet_name)
 
 
 def cluster_settings(
@@ -363,7 +384,7 @@ def cluster_settings(
 
     A mixed replica is a decode worker that computes its prompts itself.
     """
-    option = next(option for option in options if option.name == layout.fleet_name)
+    option = _option_of(layout, options)
     slo = option.slo(demand)
     hardware = option.fleet.reference
     prefill_replicas = sum(split.prefill for split in layout.splits)
@@ -404,24 +425,33 @@ def format_plan(document: dict[str, Any]) -> str:
     """Return the document of `plan_layouts` as text: layouts, verdict, targets within reach.
 
     The column `95 %` is the interval of the share in time, which is a point where the layout's rate
-    was searched for. Layouts with most in time come first.
+    was searched for. Layouts with most in time come first. `J/TOKEN` is the GPUs' energy for a
+    token of an answer at their full power, `PRICE/M` the price of a million of them as it was
+    stated.
     """
     entries = sorted(
         document["layouts"], key=lambda entry: (-entry["attainment"], -entry["rate_per_gpu"])
     )
     width = max(len(entry["fleet"]) for entry in entries)
+    expense_titles = {
+        key: title
+        for key, title in EXPENSE_TITLES.items()
+        if any(entry[key] is not None for entry in entries)
+    }
     best = document["best"]
     lines = [
         f"trace {document['trace']}; {document['slo']}; {document['share']:.0%} in time",
         *document["engines"],
         *document["fit_warnings"],
-        f"{'FLEET'.ljust(width)}  {'SPLIT':>9}  REQUESTS/S  PER GPU  IN TIME           95 %",
+        f"{'FLEET'.ljust(width)}  {'SPLIT':>9}  REQUESTS/S  PER GPU  IN TIME           95 %"
+        + "".join(f"  {title:>7}" for title in expense_titles.values()),
     ]
     for entry in entries:
         lines.append(
             f"{entry['fleet'].ljust(width)}  {entry['split']:>9}  {entry['rate']:>10.2f}  "
             f"{entry['rate_per_gpu']:>7.3f}  {entry['attainment']:>7.1%}"
             f"  {_percent_range(entry['interval']):>13}"
+            + "".join(f"  {_figure(entry[key]):>7}" for key in expense_titles)
         )
     lines.append(f"best: {best['split']} of {best['fleet']}")
     lines.append(_offered_line(document["reach"]))
@@ -429,6 +459,10 @@ def format_plan(document: dict[str, Any]) -> str:
     lines.append(document["reach"]["sentence"])
     lines += _curve_lines(document)
     return "\n".join(lines)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _offered_line(reach: dict[str, Any]) -> str:

@@ -49,6 +49,7 @@ class FleetOption:
 
     name: str
     fleet: Fleet
+    hour_price: float | None = None  #: of the whole fleet, in the currency of the prices
 
     def slo(self, demand: PlanDemand) -> Slo:
         """Return the demand's targets for this fleet.
@@ -102,6 +103,12 @@ class FleetLayout:
     #: `p95` and `p99` of the time to the first token over all these requests, as
     #: `metrics.offered_percentiles` gives them.
     ttft_offered: dict[str, float | None] = field(default_factory=dict)
+    hour_price: float | None = None  #: of the fleet, as its `FleetOption` has it
+
+    @property
+    def expense(self) -> float:
+        """What fleets are compared by: the price of an hour, or without prices the GPUs."""
+        return self.gpus if self.hour_price is None else self.hour_price
 
     @property
     def mixed(self) -> bool:
@@ -160,6 +167,7 @@ def simulate_layout(task: LayoutTask) -> FleetLayout:
     return FleetLayout(
         fleet_name=task.option.name,
         gpus=gpus,
+        hour_price=task.option.hour_price,
         splits=task.splits,
         rate=rate_per_gpu * gpus,
         attainment=demand.share,
@@ -184,6 +192,7 @@ def simulate_at(task: LayoutTask, rate: float) -> FleetLayout:
     return FleetLayout(
         fleet_name=task.option.name,
         gpus=fleet.gpus,
+        hour_price=task.option.hour_price,
         splits=task.splits,
         rate=rate,
         attainment=sum(map(sum, met)) / requests if requests else 1.0,

@@ -72,6 +72,7 @@ def study_text(study: StudyDocument) -> str:
     lines += _decile_lines(study["policies"], widths[0])
     lines += _tenant_lines(study["policies"])
     lines += _interval_lines(study["policies"])
+    lines += _expense_lines(study["policies"])
     if "live" in study:
         live = study["live"]
         lines.append(f"live: {live['attainment']:.3f} met, {live['points_apart']:.1f} points apart")
@@ -93,6 +94,19 @@ def _interval_lines(policies: list[PolicyEntry]) -> list[str]:
             g99 = " to ".join(f"{rate:.3f}" for rate in entry["g99_interval"])
             lines.append(f"  {entry['name']} {entry['variant']}: G90 {g90}, G99 {g99}")
     return ["between which rates, of each seed by itself:", *lines] if lines else []
+
+
+def _expense_lines(policies: list[PolicyEntry]) -> list[str]:
+    """Return what an answered token takes and costs, of policies for which that is known."""
+    lines: list[str] = []
+    for entry in policies:
+        if "joules_per_token" in entry:
+            text = f"  {entry['name']} {entry['variant']}: {entry['joules_per_token']:.3g} J"
+            if "price_per_million_tokens" in entry:
+                text += f", {entry['price_per_million_tokens']:.3g} for a million"
+            lines.append(text)
+    title = "a token of an answer at RATE, with GPUs at their full power:"
+    return [title, *lines] if lines else []
 
 
 def _decile_lines(policies: list[PolicyEntry], name_width: int) -> list[str]:

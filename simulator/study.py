@@ -17,8 +17,9 @@ from .case import Case, CaseProcesses, Variant
 from .documents import OWN_POLICY, Agreement, FidelityFigures, PolicyEntry, StudyDocument
 from .errors import SimulationError
 from .exact import ExactSimulation
+from .expense import Prices, joules_per_token, price_per_million_tokens
 from .fleet import Faults, Fleet, Split
-from .hardware import describe_bounds, describe_engine
+from .hardware import describe_doubts, describe_engine
 from .metrics import Slo, summarize
 from .search import (
     G90,
@@ -66,6 +67,7 @@ class Study:
     router_config: RouterConfig | None = None  #: of a recorded run; None: the cases make one
     early_reject: bool = False  #: refuse late requests at once, where the policy knows them
     pace_first_token: bool | None = None  #: gateways hold first tokens back; None: by default
+    prices: Prices = field(default_factory=Prices)  #: of GPU hours, for what a token costs
 
     @property
     def offered_rate(self) -> float:
@@ -114,8 +116,8 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
         "trace": study.trace.name,
         "requests": len(study.trace.requests),
         "model": study.model,
-        "engine": describe_engine(study.fleet.reference.gpu),
-        "fit_warnings": describe_bounds(hardware for hardware, _ in study.fleet.pools),
+        "engine": describe_engine(study.fleet.reference),
+        "fit_warnings": describe_doubts(hardware for hardware, _ in study.fleet.pools),
         "fleet": study.fleet_name,
         "gpus": study.fleet.gpus,
         "replicas": study.fleet.replicas,
@@ -123,7 +125,9 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
         "seeds": study.seeds,
         "dispatch": "thinktime" if study.closed_loop else "timestamp",
         "bound_per_gpu": {name: round(value, 4) for name, value in bounds.items()},
-        "policies": [policy_entry(result, bounds) for result in results],
+        "policies": [
+            _entry_with_expense(study, policy_entry(result, bounds)) for result in results
+        ],
         "requests_simulated": simulated,
         "requests_per_s_simulated": round(simulated / seconds),
         "seconds": round(seconds, 1),
@@ -134,6 +138,23 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
     elif study.agreement:
         document["agreement"] = _compare_fidelities(study, cases[0], first_entry, report_progress)
     return document
+
+
+def _entry_with_expense(study: Study, entry: PolicyEntry) -> PolicyEntry:
+    """Return the entry with what an answered token takes and costs at its rate, where it is known."""
+    if "at_rate" not in entry or not entry["at_rate"]["requests"]:
+        return entry
+    figures = entry["at_rate"]
+    answered_share = 1 - figures["refused"] / figures["requests"]
+    requests_per_s = entry["rate_per_gpu"] * study.fleet.gpus * answered_share
+    tokens_per_s = requests_per_s * study.trace.mean_output_tokens
+    joules = joules_per_token(study.fleet, tokens_per_s)
+    price = price_per_million_tokens(study.prices.of_fleet_hour(study.fleet), tokens_per_s)
+    if joules is not None:
+        entry["joules_per_token"] = round(joules, 3)
+    if price is not None:
+        entry["price_per_million_tokens"] = round(price, 4)
+    return entry
 
 
 def _bounds(study: Study) -> dict[str, float]:

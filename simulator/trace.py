@@ -124,6 +124,11 @@ class Trace:
                 self.shared_blocks = frozenset([block])
 
     @property
+    def mean_output_tokens(self) -> float:
+        """Tokens of the mean answer."""
+        return sum(request.output_tokens for request in self.requests) / len(self.requests)
+
+    @property
     def rate(self) -> float:
         """Requests per second as recorded."""
         return len(self.requests) / self.span_s

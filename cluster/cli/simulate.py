@@ -19,6 +19,13 @@ from .progress import step_progress
 
 TRACE_HELP = "File (.jsonl, Azure .csv, either .gz; ServeGen .npz), synthetic[:N], poisson:256-1024:64-128[:N]."
 ModelOption = Annotated[str, typer.Option(help="Model and type of its weights.")]
+EngineOption = Annotated[
+    str, typer.Option(help="Whose times on GPUs: vllm, sglang, trtllm, or our own, diptych.")
+]
+PriceOption = Annotated[
+    list[str] | None,
+    typer.Option(help="An hour of one GPU, in any currency: H100=2.2,H200=3."),
+]
 SloOption = Annotated[
     str,
     typer.Option(help="Targets: ttft=2s, max(1s, 3x) of the isolated prefill, 500ms + 300ms/1k."),
@@ -71,6 +78,7 @@ HtmlOption = Annotated[Path | None, typer.Option(help="Write a report with plots
 def simulate(
     trace: Annotated[str, typer.Argument(help=TRACE_HELP + " Or: recorded.")],
     model: ModelOption = "llama3.1-70b-fp8",
+    engine: EngineOption = "vllm",
     tp: Annotated[int, typer.Option(min=1, help="GPUs of a replica.")] = 4,
     fleet: Annotated[
         str, typer.Option(help="GPUs by type: H200:32, or H100:8,H200:8.")
@@ -92,6 +100,7 @@ def simulate(
     agreement: AgreementFlag = False,
     early_reject: EarlyRejectFlag = False,
     pace_first_token: PacingFlag = None,
+    price: PriceOption = None,
     calibrate_from_live: LiveOption = None,
     jobs: JobsOption = None,
     output: OutputOption = "table",
@@ -106,6 +115,7 @@ def simulate(
         result = entry.simulate(
             trace,
             model=model,
+            engine=engine,
             tp=tp,
             fleet=fleet,
             split=split,
@@ -121,6 +131,7 @@ def simulate(
             agreement=agreement,
             early_reject=early_reject,
             pace_first_token=pace_first_token,
+            price=price or (),
             calibrate_from_live=calibrate_from_live,
             jobs=jobs,
             report_progress=report_progress,
@@ -146,10 +157,12 @@ def _simulator_errors_reported() -> Iterator[None]:
 def plan(
     trace: Annotated[str, typer.Argument(help=TRACE_HELP)] = "synthetic",
     model: ModelOption = "llama3.1-70b-fp8",
+    engine: EngineOption = "vllm",
     tp: Annotated[str, typer.Option(help="GPUs of a replica; several: 2,4.")] = "4",
     fleet: Annotated[
         list[str] | None, typer.Option(help="A fleet to consider; may be given several times.")
     ] = None,
+    price: PriceOption = None,
     rate: Annotated[
         float | None, typer.Option(help="Requests/s to serve. Default: as many as can be.")
     ] = None,
@@ -182,8 +195,10 @@ def plan(
         result = entry.plan(
             trace,
             model=model,
+            engine=engine,
             tp=tp_sizes,
             fleet=fleet or entry.DEFAULT_FLEET,
+            price=price or (),
             rate=rate,
             share=share,
             slo=slo,

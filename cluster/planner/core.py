@@ -212,7 +212,7 @@ def decode_rate(replica: Replica, demand: OfferedLoad, itl_s: float) -> float:
     """
     if not demand.output:
         return inf
-    cost = replica.cost
+    cost = replica.cost.with_experts_of()
     read_s = cost.decode_read_s(demand.context)
     compute_s = cost.decode_compute_s(demand.output, demand.context)
     weights_step_s = cost.step_s(rows=0, kv_tokens=0)

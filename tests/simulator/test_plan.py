@@ -10,6 +10,7 @@ import yaml
 from diptych.cluster.config import ClusterConfig, load_config
 from diptych.simulator.bound import classify_requests, mean_request_seconds
 from diptych.simulator.case import InlineExecutor
+from diptych.simulator.entry import plan, simulate
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Fleet, Split
 from diptych.simulator.intervals import share_interval
@@ -128,6 +129,57 @@ def test_at_a_rate_the_verdict_is_that_of_the_choice(mixed, apart, best, said):
     assert verdict.startswith(f"Disaggregation {said}")
     smaller = layout("1M", 0.992, gpus=1)
     assert choose_layout([*both, smaller], demand) is smaller
+
+
+def test_with_prices_the_cheapest_sufficient_fleet_is_the_best():
+    demand = PlanDemand(load_trace("poisson:8-9:8-9:8"), "ttft=1s,itl=50ms", 0.99, rate=1.0)
+    few_dear = replace(layout("2M", 0.995, gpus=2), hour_price=8.0)
+    many_cheap = replace(layout("4M", 0.995, gpus=4), hour_price=6.0)
+    assert choose_layout([few_dear, many_cheap], demand) is many_cheap
+
+
+def test_a_plan_says_what_an_answered_token_costs_and_takes():
+    trace = load_trace("poisson:100-100:20-20:100")
+    given = {"rate": 2.0, "slo": "ttft=9s,itl=99ms", "jobs": 1}
+    found = plan(trace, model="llama3.1-8b-fp8", tp=1, fleet="H200:2", price="H200=3.5", **given)
+    # Two GPUs of 700 W and 3.5 an hour answer 2 * 20 tokens a second.
+    assert found.best["joules_per_token"] == pytest.approx(2 * 700 / 40)
+    assert found.best["price_per_million_tokens"] == pytest.approx(7 / (40 * 3600) * 1e6, rel=1e-4)
+    assert "J/TOKEN  PRICE/M" in repr(found)
+    unpriced = plan(trace, model="llama3.1-8b-fp8", tp=1, fleet="H200:2", **given)
+    assert unpriced.best["price_per_million_tokens"] is None
+    assert "PRICE/M" not in repr(unpriced)
+
+
+def test_a_study_says_it_too():
+    study = simulate(
+        "poisson:100-100:20-20:100",
+        model="llama3.1-8b-fp8",
+        tp=1,
+        fleet="H200:2",
+        split="2M",
+        rate=2.0,
+        seeds=1,
+        price="H200=3.5",
+        jobs=1,
+    )
+    [entry] = study.document["policies"]
+    assert entry["joules_per_token"] == pytest.approx(2 * 700 / 40)
+    assert "diptych policy-only: 35 J, 48.6 for a million" in repr(study)
+
+
+@pytest.mark.parametrize(
+    ("price", "said"),
+    [
+        ("H100=2", "price: none is stated for H200"),
+        ("A100=2", "GPU A100: expected one of"),
+        ("H200", "price H200: expected GPU=PRICE, as in H200=3.5 for an hour of one"),
+        ("H200=-1", "price H200=-1: expected GPU=PRICE"),
+    ],
+)
+def test_a_price_that_is_none_is_one_sentence(price, said):
+    with pytest.raises(SimulationError, match=said):
+        plan("poisson:100-101:20-21:10", tp=4, fleet="H200:8", price=price, jobs=1)
 
 
 @pytest.mark.parametrize(("requests", "said"), [(20, "may pay"), (4000, "pays:")])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 if TYPE_CHECKING:
+    from ..protos.frames import Coefficients
     from .fleet import WorkerFleet
 
 WINDOW_S = 60.0  #: long enough for a mean over many requests, short enough to follow a rush
@@ -111,5 +112,14 @@ def outlook(demand: DemandWindow, fleet: WorkerFleet, now: float) -> dict[str, A
     return {
         "need": asdict(demand.offered_load(now)),
         "backlog_s": sum(worker.backlog_s(now) for worker in workers),
-        "costs": {worker.card.id: structs.astuple(worker.cost) for worker in workers},
+        "costs": {worker.card.id: _values_of(worker.cost) for worker in workers},
     }
+
+
+def _values_of(cost: Coefficients) -> tuple[float, ...]:
+    """Return the values in order; without the last two where there are no experts.
+
+    A Control of a version that knows no experts takes no more values.
+    """
+    values = structs.astuple(cost)
+    return values if cost.step_experts else values[:-2]

@@ -37,7 +37,7 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import linprog
 
-from ..protos.frames import EXPERT_ROWS, Coefficients
+from ..protos.frames import Coefficients
 from .errors import SimulationError
 from .fleet import Fleet
 from .hardware import Hardware, find_gpu, find_model
@@ -61,6 +61,10 @@ KERNEL_EFFICIENCY = {
 }
 #: Share of the data sheet's memory, and of its bandwidth, that kernels reach.
 KERNEL_MEMORY_SHARE = 0.9
+
+#: Rows whose experts each step reads, as the program is linear. More would make steps of few rows too
+#: slow, and then an engine could exceed the bound.
+LEAST_ROWS = 1
 
 #: Equal replicas and how many of them there are, as in `Fleet.pools`.
 Pool = tuple[Hardware, int]
@@ -181,11 +185,12 @@ def kernel_hardware(hardware: Hardware, model: str, *, efficient: bool = True) -
     row_s = 2 * shape.active_parameters / flops
     cost = Coefficients(
         prefill_base=0.0,
-        prefill_token=row_s,
-        prefill_pair=shape.attention_flops_per_pair / flops,
+        # A fitted prefill may be faster than the kernels are said to be: then these count as fast.
+        prefill_token=min(row_s, hardware.cost.prefill_token),
+        prefill_pair=min(shape.attention_flops_per_pair / flops, hardware.cost.prefill_pair),
         step_base=0.0,
         step_row=row_s,
-        step_weights=shape.weight_bytes_read(EXPERT_ROWS) / hbm_bytes_per_s,
+        step_weights=shape.weight_bytes_read(LEAST_ROWS) / hbm_bytes_per_s,
         step_token=shape.kv_bytes_per_token * kv_copies / hbm_bytes_per_s,
     )
     kv_tokens = int(kv_bytes / (shape.kv_bytes_per_token * kv_copies))
@@ -287,7 +292,7 @@ class _Program:
         )
         if not solution.success:
             raise SimulationError(f"the bound's linear program: {solution.message}")
-        return float(solution.x[columns.rate])
+        return max(0.0, float(solution.x[columns.rate]))
 
     def _add_demand(self, target_share: float) -> None:
         """No more requests are served than offered, prefilled or decoded; enough of them are.
@@ -360,8 +365,8 @@ def _step_times(hardware: Hardware, itl_s: float) -> list[float]:
 
 
 def _with_fixed_experts(hardware: Hardware) -> Hardware:
-    """Return the replica with steps that all read the same experts: the program is linear."""
-    return replace(hardware, cost=hardware.cost.with_experts_of())
+    """Return the replica with steps that all read the experts of `LEAST_ROWS`."""
+    return replace(hardware, cost=hardware.cost.with_experts_of(LEAST_ROWS))
 
 
 def largest_rate(

@@ -71,8 +71,8 @@ class PolicyEntry(TypedDict):
     g99_kernel_bound_share: NotRequired[float]
     #: The run under `split` at `rate_per_gpu`; missing where a search found no rate that is held.
     at_rate: NotRequired[RunFigures]
-    #: What an answered token of this run takes of the GPUs' energy, at most, and what a million of
-    #: them cost by the prices that the user stated (`expense.py`); missing where it is not known.
+    #: What a token in time of this run takes of the GPUs' energy, at most, and what a million of them
+    #: cost by the prices that the user stated (`expense.py`); missing where it is not known.
     joules_per_token: NotRequired[float]
     price_per_million_tokens: NotRequired[float]
 

@@ -320,10 +320,10 @@ def _fleet_options(
     `tp_sizes` are GPUs of a replica. Raises SimulationError.
     """
     if calibration:
-        if prices.per_gpu_hour:
-            raise SimulationError("price: measured CPU workers have no GPUs")
         thread_counts = sorted({worker.threads for worker in calibration.workers})
         measured_fleets = [calibration.fleet(threads) for threads in thread_counts]
+        for fleet in measured_fleets:
+            prices.of_fleet_hour(fleet)  # says that they have none
         return [
             FleetOption(f"{fleet.reference.gpu}:{fleet.replicas}", fleet)
             for fleet in measured_fleets

@@ -1,9 +1,10 @@
 """What a fleet costs and consumes for each token that it answers.
 
-    price of a million tokens = price of the fleet's hour / tokens answered in an hour * 1e6
-    joules of a token         = sum of the GPUs' power / tokens answered in a second
+    price of a million tokens = price of the fleet's hour / tokens in time in an hour * 1e6
+    joules of a token         = sum of the GPUs' power / tokens in time in a second
 
-Tokens are those of the answers; what a prompt costs is in their price. Prices are what the user
+Tokens are those of answers to requests that met their targets: else a fleet would be the cheaper the
+more it is overloaded. What prompts cost is in their price. Prices are what the user
 states, for an hour of one GPU, in any currency. The power is the most that the GPUs may take
 (TDP, `GpuType.power_w`), without hosts, switches and cooling: no source of ours says what they take
 under load, so the joules are an upper bound for the GPUs.
@@ -46,6 +47,8 @@ class Prices:
                     f"price {part.strip()}: expected GPU=PRICE, as in H200=3.5 for an hour of one"
                 )
             find_gpu(match[1])
+            if not float(match[2]) or match[1] in per_gpu_hour:
+                raise SimulationError(f"price {part.strip()}: expected one price, more than 0")
             per_gpu_hour[match[1]] = float(match[2])
         return Prices(per_gpu_hour)
 
@@ -56,6 +59,8 @@ class Prices:
         """
         if not self.per_gpu_hour:
             return None
+        if any(hardware.threads for hardware, _ in fleet.pools):
+            raise SimulationError("price: measured CPU workers have no GPUs")
         total = 0.0
         for hardware, replicas in fleet.pools:
             if hardware.gpu not in self.per_gpu_hour:
@@ -65,15 +70,17 @@ class Prices:
 
 
 def price_per_million_tokens(hour_price: float | None, tokens_per_s: float) -> float | None:
-    """Return the price of a million answered tokens; None without a price or without tokens."""
+    """Return the price of a million tokens in time; None without a price or without tokens."""
     if hour_price is None or not tokens_per_s or not isfinite(tokens_per_s):
         return None
     return hour_price / (tokens_per_s * SECONDS_PER_HOUR) * 1e6
 
 
 def joules_per_token(fleet: Fleet, tokens_per_s: float) -> float | None:
-    """Return the GPUs' energy for an answered token, at most; None without GPUs or tokens."""
-    if not tokens_per_s or any(hardware.threads for hardware, _ in fleet.pools):
+    """Return the GPUs' energy for a token in time, at most; None without GPUs or tokens."""
+    if not tokens_per_s or not isfinite(tokens_per_s):
+        return None
+    if any(hardware.threads for hardware, _ in fleet.pools):
         return None
     gpus = load_constants().gpus
     watts = sum(

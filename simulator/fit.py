@@ -21,6 +21,8 @@ There is a fit for each engine, kind of kernels and generation of GPUs. What it 
   and on Qwen3-32B. Most published figures of the simulator rest on this fit.
 - Other fits are cross-validated: the configurations (model, GPU, tp, isl, osl) are in `FOLDS`
   parts, and each part is predicted by a fit to the others. What is written down is fitted to all.
+  This tells of other loads and tp of models and GPUs that were measured. How far off a model or a GPU
+  is that was not, each GPU and model tells by a fit to all others (`EngineFit.left_out`).
 - Diptych's own engine was timed on one H200 (`loadtests/results/gpu-proof.md`): single steps and
   single prompts of one model. Steps with FP8 weights and with sampling test that fit.
 
@@ -89,13 +91,16 @@ DATA_TYPES = {
 MXFP4_MODEL = "gpt-oss-120b"
 #: (engine, model) of engines that no fit uses. The arithmetic of their prompts, at the data sheet's
 #: full rate, takes up to all of their measured time per token, beside which KV and weights are read;
-#: so their prompts must have been cached in part. Fitted to themselves they are 38 % off on average.
+#: so their prompts must have been cached in part.
 IMPLAUSIBLE = {("vllm", "Llama-3.1-8B-Instruct-FP8")}
 #: A time to the first token of more than this share of the whole answer's time is a queue's.
 QUEUED_SHARE = 0.5
 FITTED_GPU = "H200"  #: of vLLM with dense models; the engines on all other GPUs test that fit
 FOLDS = 4
+LEAST_OTHERS = 15  #: engines that tell of a GPU or model that is left out
 LIMIT_SHARE = 1e-3  #: of the span between two limits: so near to one counts as on it
+UNTOLD_SHARE = 1e-3  #: of its start: an overhead that moved by less was told by no measurement
+NO_TIME_S = 1e-12  #: a fitted overhead of less is none
 LARGE_ERROR = 0.1  #: relative; larger errors count linearly, not squared
 
 #: The fitted engines of vLLM with dense models run one model, so they tell only the sum of a step's
@@ -361,8 +366,24 @@ def predict(measured: Iterable[Measured], overheads: Overheads) -> list[float]:
 def fit_overheads(measured: Sequence[Measured], limits: Limits = FREE_LIMITS) -> Overheads:
     """Return the overheads that predict these times best, to four digits.
 
-    They are varied as factors on the start, so that all have a like scale.
+    What each row takes of the host (`row_s`) is 0 where the fit leaves it at its start: if a step's
+    weights take longer than its rows, no measurement tells it.
     """
+    overheads = _fit_within(measured, limits)
+    row_s = limits.start.row_s
+    if limits.upper.row_s and abs(overheads.row_s - row_s) <= UNTOLD_SHARE * row_s:
+        return _fit_within(measured, _without_rows(limits))
+    return overheads
+
+
+def _without_rows(limits: Limits) -> Limits:
+    """Return the limits with `row_s` held at 0."""
+    parts = (limits.start, limits.lower, limits.upper)
+    return Limits(*(msgspec.structs.replace(part, row_s=0.0) for part in parts))
+
+
+def _fit_within(measured: Sequence[Measured], limits: Limits) -> Overheads:
+    """Return the best overheads; they are varied as factors on the start, to have a like scale."""
     start = _as_array(limits.start)
     lower = _as_array(limits.lower)
     upper = _as_array(limits.upper)
@@ -386,7 +407,7 @@ def fit_overheads(measured: Sequence[Measured], limits: Limits = FREE_LIMITS) ->
         f_scale=LARGE_ERROR,
     )
     best = _as_array(scaled_overheads(solution.x))
-    return Overheads(*(float(f"{value:.4g}") for value in best))
+    return Overheads(*(float(f"{value:.4g}") if value > NO_TIME_S else 0.0 for value in best))
 
 
 def find_at_bounds(overheads: Overheads, limits: Limits) -> tuple[str, ...]:
@@ -446,8 +467,7 @@ def summarise_groups(made: list[Prediction]) -> dict[str, PredictionError]:
         return {}
     groups: dict[str, list[Prediction]] = defaultdict(list)
     for prediction in made:
-        model, gpu, _ = prediction.measured.replica
-        groups[f"{gpu} {model}"].append(prediction)
+        groups[_group_of(prediction.measured)].append(prediction)
     return {"all": summarise(made)} | {name: summarise(groups[name]) for name in sorted(groups)}
 
 
@@ -462,6 +482,34 @@ def cross_validate(engines: list[MeasuredEngine]) -> list[Prediction]:
         if part and others:
             made += predictions(part, fit_overheads(others))
     return made
+
+
+def leave_groups_out(measured: Sequence[Measured], limits: Limits) -> PredictionError | None:
+    """Return the errors where each GPU and model is predicted by a fit to all others.
+
+    Groups of which fewer than `LEAST_OTHERS` others remain are passed over; None: there are none
+    else.
+    """
+    groups: dict[str, list[Measured]] = defaultdict(list)
+    for one in measured:
+        groups[_group_of(one)].append(one)
+    made: list[Prediction] = []
+    for name, members in groups.items():
+        others = [one for other, ones in groups.items() if other != name for one in ones]
+        if len(others) >= LEAST_OTHERS:
+            made += predictions(members, fit_overheads(others, limits))
+    return summarise(made) if made else None
+
+
+def _group_of(measured: Measured) -> str:
+    """Return the GPU and the model, as `EngineFit` names them."""
+    model, gpu, _ = measured.replica
+    return f"{gpu} {model}"
+
+
+def measured_groups(measured: Sequence[Measured]) -> tuple[str, ...]:
+    """Return the GPUs and models that were measured."""
+    return tuple(sorted({_group_of(one) for one in measured}))
 
 
 def _fold(engine: MeasuredEngine) -> int:
@@ -512,6 +560,8 @@ def fit_dense_vllm(engines: list[MeasuredEngine]) -> EngineFit:
         generations=("Hopper", "Blackwell"),
         overheads=overheads,
         fitted=summarise(predictions(fitted, overheads)),
+        measured=measured_groups([*fitted, *others]),
+        left_out=None,  # it is tested by what it was not fitted to
         not_fitted=summarise_groups(predictions(others, overheads)),
         at_bounds=find_at_bounds(overheads, HELD_LIMITS),
     )
@@ -528,6 +578,8 @@ def fit_kind(
         generations=(generation,),
         overheads=overheads,
         fitted=summarise(predictions(members, overheads)),
+        measured=measured_groups(members),
+        left_out=leave_groups_out(members, FREE_LIMITS),
         not_fitted=summarise_groups(cross_validate(members)),
         at_bounds=find_at_bounds(overheads, FREE_LIMITS),
     )
@@ -545,6 +597,8 @@ def fit_own_engine(calls: list[MeasuredCall]) -> EngineFit:
         generations=("Hopper",),
         overheads=overheads,
         fitted=summarise(predictions(fitted, overheads)),
+        measured=measured_groups([*fitted, *others]),
+        left_out=None,  # it is tested by what it was not fitted to
         not_fitted=summarise_groups(predictions(others, overheads)),
         at_bounds=find_at_bounds(overheads, HELD_LIMITS),
     )
@@ -575,24 +629,30 @@ def _print_fit(fit: EngineFit) -> None:
     print(f"{fit.engine}, {fit.kernels}, {' and '.join(fit.generations)}: {fit.overheads}")
     for value in fit.at_bounds:
         print(f"  on its limit: {value}")
-    for group, error in ({"fitted": fit.fitted} | fit.not_fitted).items():
+    errors = {"fitted": fit.fitted} | fit.not_fitted
+    if fit.left_out is not None:
+        errors["each GPU and model left out"] = fit.left_out
+    for group, error in errors.items():
         values = msgspec.structs.asdict(error).items()
         print(f"  {group:32} " + "  ".join(f"{name} {value}" for name, value in values))
 
 
 def _print_engines(fits: list[EngineFit]) -> None:
     """Print the mean error of each engine, of dense models and of mixtures of experts."""
-    rows: dict[tuple[str, str], int] = defaultdict(int)
-    weighted: dict[tuple[str, str], float] = defaultdict(float)
+    rows: dict[tuple[str, ...], int] = defaultdict(int)
+    weighted: dict[tuple[str, ...], float] = defaultdict(float)
     for fit in fits:
-        if "all" in fit.not_fitted:
-            kind = "dense" if fit.kernels is Kernels.DENSE else "experts"
-            error = fit.not_fitted["all"]
-            rows[fit.engine, kind] += error.rows
-            weighted[fit.engine, kind] += error.rows * error.mean
-    print("mean error where not fitted, of the time per token")
-    for key, count in rows.items():
-        print(f"  {', '.join(key):20} {weighted[key] / count:.3f} of {count}")
+        kind = "dense" if fit.kernels.is_dense else "experts"
+        for test, error in (("not fitted", fit.not_fitted["all"]), ("left out", fit.left_out)):
+            if error is not None:
+                rows[fit.engine, kind, test] += error.rows
+                weighted[fit.engine, kind, test] += error.rows * error.mean
+    print(
+        "mean error of the time per token, of configurations that were not fitted to, and where all"
+    )
+    print("of a GPU and model was left out")
+    for key, count in sorted(rows.items()):
+        print(f"  {', '.join(key):30} {weighted[key] / count:.3f} of {count}")
 
 
 def _print_implausible(engines: list[MeasuredEngine], fits: list[EngineFit]) -> None:

@@ -71,6 +71,16 @@ class Kernels(StrEnum):
     EXPERTS_4BIT = "experts, 4-bit weights"
     LATENT_4BIT = "latent, 4-bit weights"
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether each token uses all weights."""
+        return self is Kernels.DENSE
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether attention reads latent vectors."""
+        return self in (Kernels.LATENT, Kernels.LATENT_4BIT)
+
 
 class AllReduce(NamedTuple):
     """The speed of an all-reduce between the GPUs of one replica."""
@@ -232,6 +242,10 @@ class EngineFit(msgspec.Struct, frozen=True):
     generations: tuple[str, ...]  #: of GPUs that it holds for
     overheads: Overheads
     fitted: PredictionError  #: of the engines that it was fitted to
+    #: GPUs and models that were measured, whether fitted to or not, as "H200 gpt-oss-120b-mxfp4".
+    measured: tuple[str, ...]
+    #: Of each GPU and model, by a fit to all others of this kind; None: these are too few.
+    left_out: PredictionError | None
     #: Of engines that it was not fitted to: of all ("all"), and of each GPU and model, as
     #: "H200 gpt-oss-120b-mxfp4". Empty: there were no others.
     not_fitted: dict[str, PredictionError]
@@ -240,7 +254,7 @@ class EngineFit(msgspec.Struct, frozen=True):
     @property
     def large_error(self) -> float:
         """The mean error above which predictions by this fit need a warning."""
-        return LARGE_DENSE_ERROR if self.kernels is Kernels.DENSE else LARGE_EXPERT_ERROR
+        return LARGE_DENSE_ERROR if self.kernels.is_dense else LARGE_EXPERT_ERROR
 
 
 class HardwareConstants(msgspec.Struct, frozen=True):
@@ -284,12 +298,13 @@ def find_fit(engine: str, kernels: Kernels, generation: str) -> EngineFit:
     if engine not in constants.engines:
         raise SimulationError(f"engine {engine}: expected one of {', '.join(constants.engines)}")
 
-    def distance(fit: EngineFit) -> tuple[bool, bool, bool, bool]:
+    def distance(fit: EngineFit) -> tuple[bool, ...]:
         return (
             fit.engine != engine,
+            # What the attention reads differs more than what the weights are stored in.
+            fit.kernels.is_dense != kernels.is_dense,
+            fit.kernels.is_latent != kernels.is_latent,
             fit.kernels != kernels,
-            # Of other kernels, those of experts are nearer to those of experts.
-            (fit.kernels is Kernels.DENSE) != (kernels is Kernels.DENSE),
             generation not in fit.generations,
         )
 
@@ -299,8 +314,8 @@ def find_fit(engine: str, kernels: Kernels, generation: str) -> EngineFit:
 def describe_fit(fit: EngineFit, model: str, gpu: str) -> list[str]:
     """Return sentences on why the predictions for this model and GPU may be far off.
 
-    They say that no such engine was measured, and which of those that were not fitted to are
-    predicted with more than `EngineFit.large_error`.
+    They say that no such engine was measured, or not with this model and GPU, and which of those
+    that were not fitted to are predicted with more than `EngineFit.large_error`.
     """
     gpu_type = find_gpu(gpu)
     kernels = find_model(model).kernels(gpu_type)
@@ -311,8 +326,14 @@ def describe_fit(fit: EngineFit, model: str, gpu: str) -> list[str]:
             f"are those of {kind}, so trust the times less"
         ]
     sentences: list[str] = []
-    if not fit.not_fitted:
-        sentences.append(f"{kind}: no other engine was measured to test the fit")
+    if f"{gpu} {model}" not in fit.measured:
+        sentence = f"{kind}: {model} on {gpu} was not measured"
+        if fit.left_out is not None:
+            sentence += (
+                f"; where a fit had not seen a GPU or model, the time per token was "
+                f"{fit.left_out.mean:.0%} off on average"
+            )
+        sentences.append(sentence)
     for group, error in fit.not_fitted.items():
         concerned = group == "all" or group.startswith(f"{gpu} ")
         if concerned and error.mean > fit.large_error:
@@ -337,8 +358,8 @@ def describe_doubts(hardware: Iterable[Hardware]) -> list[str]:
         sentences.update(replica.fit_warnings)
         if replica.at_bounds:
             sentences.add(
-                f"the fit of {replica.gpu} has values on their limits, so trust them less: "
-                + ", ".join(replica.at_bounds)
+                f"the fit of {' on '.join(filter(None, (replica.engine, replica.gpu)))} has values "
+                "on their limits, so trust them less: " + ", ".join(replica.at_bounds)
             )
     return sorted(sentences)
 

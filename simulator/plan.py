@@ -348,12 +348,11 @@ def _layout_entry(
 ) -> dict[str, Any]:
     """Return the layout as it stands in the document.
 
-    Price and energy are of an answered token; without requests that were simulated at a rate, all
-    that are offered count as answered, and a refused one as not.
+    `price_per_million_tokens` and `joules_per_token` are of tokens in time (`expense.py`), and None
+    where they are not known.
     """
     option = _option_of(layout, options)
-    answered_share = 1 - layout.refused / layout.requests if layout.requests else 1.0
-    tokens_per_s = layout.rate * answered_share * demand.trace.mean_output_tokens
+    tokens_per_s = layout.rate * layout.attainment * demand.trace.mean_output_tokens
     price = price_per_million_tokens(option.hour_price, tokens_per_s)
     joules = joules_per_token(option.fleet, tokens_per_s)
     return {
@@ -425,9 +424,8 @@ def format_plan(document: dict[str, Any]) -> str:
     """Return the document of `plan_layouts` as text: layouts, verdict, targets within reach.
 
     The column `95 %` is the interval of the share in time, which is a point where the layout's rate
-    was searched for. Layouts with most in time come first. `J/TOKEN` is the GPUs' energy for a
-    token of an answer at their full power, `PRICE/M` the price of a million of them as it was
-    stated.
+    was searched for. Layouts with most in time come first. `J/TOKEN` is the GPUs' energy, at their
+    full power, for a token of an answer in time; `PRICE/M` is the price of a million of them.
     """
     entries = sorted(
         document["layouts"], key=lambda entry: (-entry["attainment"], -entry["rate_per_gpu"])

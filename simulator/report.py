@@ -105,7 +105,7 @@ def _expense_lines(policies: list[PolicyEntry]) -> list[str]:
             if "price_per_million_tokens" in entry:
                 text += f", {entry['price_per_million_tokens']:.3g} for a million"
             lines.append(text)
-    title = "a token of an answer at RATE, with GPUs at their full power:"
+    title = "a token of an answer in time at RATE, with GPUs at their full power:"
     return [title, *lines] if lines else []
 
 

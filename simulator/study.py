@@ -141,13 +141,11 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
 
 
 def _entry_with_expense(study: Study, entry: PolicyEntry) -> PolicyEntry:
-    """Return the entry with what an answered token takes and costs at its rate, where it is known."""
-    if "at_rate" not in entry or not entry["at_rate"]["requests"]:
+    """Return the entry with what a token in time takes and costs at its rate, where it is known."""
+    if "at_rate" not in entry:
         return entry
-    figures = entry["at_rate"]
-    answered_share = 1 - figures["refused"] / figures["requests"]
-    requests_per_s = entry["rate_per_gpu"] * study.fleet.gpus * answered_share
-    tokens_per_s = requests_per_s * study.trace.mean_output_tokens
+    met_per_s = entry["rate_per_gpu"] * study.fleet.gpus * entry["at_rate"]["attainment"]
+    tokens_per_s = met_per_s * study.trace.mean_output_tokens
     joules = joules_per_token(study.fleet, tokens_per_s)
     price = price_per_million_tokens(study.prices.of_fleet_hour(study.fleet), tokens_per_s)
     if joules is not None:

@@ -145,6 +145,15 @@ def test_engines_differ_and_doubts_about_their_fit_are_sentences():
     poor = hw.Hardware.of("deepseek-v3-nvfp4", "B200", 8, "trtllm")
     assert any("of engines that were not fitted to" in text for text in poor.fit_warnings)
     assert hw.Hardware.of("llama3.1-70b-fp8", "H200", 4).fit_warnings == ()
+    other_gpu = hw.Hardware.of("qwen3-32b-bf16", "H200", 4, "sglang")
+    assert other_gpu.fit_warnings == (
+        "sglang, dense on Hopper: qwen3-32b-bf16 on H200 was not measured; where a fit had not seen a "
+        "GPU or model, the time per token was 42% off on average",
+    )
+    [untested] = hw.Hardware.of("llama3.1-70b-fp8", "H100", 4, "diptych").fit_warnings
+    assert untested == "diptych, dense on Hopper: llama3.1-70b-fp8 on H100 was not measured"
+    latent = hw.Hardware.of("kimi-k2.5-int4", "H200", 8, "sglang")
+    assert "the overheads are those of sglang, latent on Hopper" in latent.fit_warnings[0]
     on_b200 = hw.Hardware.of("llama3.1-70b-fp8", "B200", 4)
     assert on_b200.fit_warnings == (
         "vllm, dense on Hopper and Blackwell: the time per token of B200 llama3.1-70b-fp8 is "
@@ -175,6 +184,13 @@ def test_an_overhead_that_ends_just_short_of_its_limit_sits_on_it():
     assert fit.find_at_bounds(inside, limits) == ()
     close = msgspec.structs.replace(inside, layer_s=1e-9, prompt_s=limits.upper.prompt_s * 0.9999)
     assert fit.find_at_bounds(close, limits) == ("layer_s 1e-09", "prompt_s 0.009999")
+
+
+def test_no_model_is_taken_to_fit_that_does_not():
+    """Of Kimi-K2.5 in int4 the experts alone have 4 bits: 591 GB with the scales."""
+    with pytest.raises(SimulationError, match="does not fit on 8 x H100"):
+        hw.Hardware.of("kimi-k2.5-int4", "H100", 8)
+    assert hw.find_model("kimi-k2.5-int4").weight_bytes == pytest.approx(591e9, rel=0.01)
 
 
 def measured(concurrency=8, version="2026-01-01", ttft_s=0.1, **changes):
@@ -214,6 +230,16 @@ def test_a_fit_finds_the_overheads_that_made_the_times():
     ]
     found = fit.fit_overheads(engines)
     assert fit.summarise(fit.predictions(engines, found)).mean < 0.01
+
+
+def test_host_time_that_no_measurement_tells_is_none():
+    """One row in a step: reading the weights takes longer than it, so the step says nothing of it."""
+    made = hw.Overheads(0.7, 0.5, 1e-3, 5e-5, 0.9, 1e-2)
+    engines = [
+        measured(1, isl=isl, osl=osl, tpot_s=fit.predict([measured(1, isl=isl, osl=osl)], made)[0])
+        for isl, osl in ((100, 1000), (1000, 100), (4000, 500), (8000, 100))
+    ]
+    assert fit.fit_overheads(engines).row_s == 0.0
 
 
 def test_our_own_engine_is_read_from_the_proof_on_a_gpu():

@@ -175,6 +175,8 @@ def test_a_study_says_it_too():
         ("A100=2", "GPU A100: expected one of"),
         ("H200", "price H200: expected GPU=PRICE, as in H200=3.5 for an hour of one"),
         ("H200=-1", "price H200=-1: expected GPU=PRICE"),
+        ("H200=0", "price H200=0: expected one price, more than 0"),
+        ("H200=3,H200=2", "price H200=2: expected one price, more than 0"),
     ],
 )
 def test_a_price_that_is_none_is_one_sentence(price, said):
@@ -308,7 +310,7 @@ def test_a_plan_says_what_all_offered_requests_got_and_which_fits_sit_on_their_l
     assert 0 < reach["ttft_offered"]["p95"] <= reach["ttft_offered"]["p99"]
     text = format_plan(found)
     assert "TTFT of all offered requests p95 " in text and "; 0 of 40 refused" in text
-    assert "the fit of H200 has values on their limits" in text and "prompt_s 0.01" in text
+    assert "the fit of vllm on H200 has values on their limits" in text and "prompt_s 0.01" in text
 
 
 def live(tmp_path, **changes):

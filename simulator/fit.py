@@ -40,6 +40,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -223,11 +224,16 @@ class MeasuredEngine:
         `rows` is their B, at least 1: an engine whose KV is smaller than one sequence serves one
         still.
         """
-        kv_tokens = kv_tokens_beside_weights(find_model(self.model), find_gpu(self.gpu), self.tp)
+        kv_tokens = _kv_tokens(*self.replica)
         mean_length = self.isl + self.osl / 2
         rows = min(self.concurrency, max(1.0, kv_tokens / mean_length))
         step_s = cost.step_s(int(rows), rows * mean_length)
         return step_s + rows * cost.prefill_s(self.isl, self.isl) / self.osl
+
+
+@cache  # each of the hundreds of steps of a fit asks for it, and it depends on no overheads
+def _kv_tokens(model: str, gpu: str, tp: int) -> float:
+    return kv_tokens_beside_weights(find_model(model), find_gpu(gpu), tp)
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,11 +112,11 @@ HELD_STEP_S = 1.858e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FitLimits:
     """Where a fit begins, and between which values it searches.
 
     It fits a factor on each start value, so none is 0. An overhead whose limits are equal is held.
-    Nothing is better than the kernels alone, which reach 0.9 of the data sheet's memory bandwidth
+    No memory is read faster than by the kernels alone, which reach 0.9 of its data sheet's bandwidth
     (`bound.KERNEL_MEMORY_SHARE`).
     """
 
@@ -125,8 +125,8 @@ class Limits:
     upper: Overheads
 
 
-#: Of vLLM with dense models. A prefill's efficiency is a share of the kernels' own speed.
-HELD_LIMITS = Limits(
+#: Of vLLM with dense models, and of our own engine. A prefill's efficiency is a share of the kernels' own speed.
+HELD_LIMITS = FitLimits(
     start=Overheads(
         weights_efficiency=0.9,
         kv_efficiency=0.8,
@@ -154,7 +154,7 @@ HELD_LIMITS = Limits(
 )
 #: Of all others. A chunk of a prompt shares the reading of weights with the step that it is in,
 #: which the closed form counts twice; so a prefill may seem faster than its kernels.
-FREE_LIMITS = Limits(
+FREE_LIMITS = FitLimits(
     start=Overheads(
         weights_efficiency=0.8,
         kv_efficiency=0.6,
@@ -369,7 +369,7 @@ def predict(measured: Iterable[Measured], overheads: Overheads) -> list[float]:
     return predicted
 
 
-def fit_overheads(measured: Sequence[Measured], limits: Limits = FREE_LIMITS) -> Overheads:
+def fit_overheads(measured: Sequence[Measured], limits: FitLimits = FREE_LIMITS) -> Overheads:
     """Return the overheads that predict these times best, to four digits.
 
     What each row takes of the host (`row_s`) is 0 where the fit leaves it at its start: if a step's
@@ -382,13 +382,13 @@ def fit_overheads(measured: Sequence[Measured], limits: Limits = FREE_LIMITS) ->
     return overheads
 
 
-def _without_rows(limits: Limits) -> Limits:
+def _without_rows(limits: FitLimits) -> FitLimits:
     """Return the limits with `row_s` held at 0."""
     parts = (limits.start, limits.lower, limits.upper)
-    return Limits(*(msgspec.structs.replace(part, row_s=0.0) for part in parts))
+    return FitLimits(*(msgspec.structs.replace(part, row_s=0.0) for part in parts))
 
 
-def _fit_within(measured: Sequence[Measured], limits: Limits) -> Overheads:
+def _fit_within(measured: Sequence[Measured], limits: FitLimits) -> Overheads:
     """Return the best overheads; they are varied as factors on the start, to have a like scale."""
     start = _as_array(limits.start)
     lower = _as_array(limits.lower)
@@ -416,7 +416,7 @@ def _fit_within(measured: Sequence[Measured], limits: Limits) -> Overheads:
     return Overheads(*(float(f"{value:.4g}") if value > NO_TIME_S else 0.0 for value in best))
 
 
-def find_at_bounds(overheads: Overheads, limits: Limits) -> tuple[str, ...]:
+def find_at_bounds(overheads: Overheads, limits: FitLimits) -> tuple[str, ...]:
     """Return the overheads that sit on a limit of the fit, as in `prompt_s 0.01`.
 
     The fit ends close to a limit, not on it, and overheads have four digits.
@@ -490,7 +490,7 @@ def cross_validate(engines: list[MeasuredEngine]) -> list[Prediction]:
     return made
 
 
-def leave_groups_out(measured: Sequence[Measured], limits: Limits) -> PredictionError | None:
+def leave_groups_out(measured: Sequence[Measured], limits: FitLimits) -> PredictionError | None:
     """Return the errors where each GPU and model is predicted by a fit to all others.
 
     Groups of which fewer than `LEAST_OTHERS` others remain are passed over; None: there are none

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
 from diptych.cluster.planner.view import observe_fleet
-from diptych.protos.frames import WorkerCard
-from diptych.router.demand import OfferedLoad
+from diptych.protos.frames import Coefficients, WorkerCard
+from diptych.router.demand import OfferedLoad, _values_of
 
 COST = (0.0, 1e-3, 0.0, 0.01, 1e-3, 0.0, 1e-6)
 
@@ -68,3 +69,12 @@ def test_a_worker_that_has_not_joined_a_new_router_yet_hides_the_fleet() -> None
     # One without a role is resting, whether or not it has joined.
     drained = [*cards[:2], card("decode/b", "")]
     assert observe_fleet(router(*names[:2]), drained, [], {}) is not None
+
+
+def test_a_version_that_knows_no_experts_reads_the_outlook_of_a_fleet_without_them() -> None:
+    """It makes its `Coefficients`, which end with `exposed_share`, of the values in order."""
+    dense = Coefficients(*COST, exposed_share=0.5)
+    with_experts = msgspec.structs.replace(dense, step_experts=0.02, expert_miss=0.9)
+    told = {cost: _values_of(cost) for cost in (dense, with_experts)}
+    assert told[dense][-1] == 0.5
+    assert all(Coefficients(*values) == cost for cost, values in told.items())

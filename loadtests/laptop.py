@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import LoadError
+from .ports import HOST, free_ports
 
-HOST = "127.0.0.1"
 START_S = 180.0  #: for a cluster to be ready
 STOP_S = 60.0  #: for a cluster to end by itself; then its processes are killed
+ERROR_PREFIX = "diptych: "  #: of the lines in which the command says what went wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ def cluster(
     """Starts a cluster by the command `diptych`, and stops it afterwards.
 
     `arguments` are those of `diptych serve`; ports are chosen here. `start_limit_s` is in seconds.
-    Raises LoadError with the log's last line if it does not start.
+    Raises LoadError with the reason that the command gives if it does not start.
     """
-    http_port, grpc_port, admin_port, admin_grpc_port = _free_ports(4)
+    http_port, grpc_port, admin_port, admin_grpc_port = free_ports(4)
     command = [diptych, "serve", *arguments]
     command += ["--port", str(http_port), "--grpc-port", str(grpc_port)]
     command += ["--set", f"control.port={admin_port}"]
@@ -67,10 +67,19 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, start_limit_s
     # `diptych serve` prints such a line when requests can be served.
     while "] ready" not in log.read_text():
         if process.poll() is not None or time.monotonic() > deadline:
-            lines = log.read_text().strip().splitlines()
-            reason = lines[-1] if lines else "no output"
-            raise LoadError(f"diptych serve did not start: {reason}")
+            raise LoadError(f"diptych serve did not start: {start_failure(log.read_text())}")
         time.sleep(0.2)
+
+
+def start_failure(log: str) -> str:
+    """Return why a start failed, or how far it came: the last line of `log` that says so.
+
+    The command's own errors begin with its name. Lines of Ray's may follow, as it ends with the start.
+    """
+    lines = [line for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(ERROR_PREFIX)]
+    reasons = errors or lines or ["no output"]
+    return reasons[-1].removeprefix(ERROR_PREFIX)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -80,12 +89,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _free_ports(count: int) -> list[int]:
-    # All are open at a time, so that the ports differ; they may be taken again before their use.
-    probes = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

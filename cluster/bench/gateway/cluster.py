@@ -9,7 +9,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 import urllib.request
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ....loadtests.ports import free_ports
 from .usage import Processes
 
 if TYPE_CHECKING:
@@ -84,8 +84,11 @@ def run_cluster(proxy: str, model: Path) -> Iterator[MeasuredCluster]:
 
     if proxy == "haproxy":
         os.environ.update(HAPROXY_ENVIRONMENT)
-        os.environ.update({name: str(free_port()) for name in HAPROXY_PORT_VARIABLES})
-    port = free_port()
+        ports = free_ports(len(HAPROXY_PORT_VARIABLES))
+        os.environ.update(
+            {name: str(port) for name, port in zip(HAPROXY_PORT_VARIABLES, ports, strict=True)}
+        )
+    port, grpc_port = free_ports(2)
     # In /tmp, as paths of Ray's Unix sockets must be short.
     temporary_folder = tempfile.mkdtemp(prefix="dip", dir="/tmp")
     try:
@@ -98,7 +101,9 @@ def run_cluster(proxy: str, model: Path) -> Iterator[MeasuredCluster]:
         else:
             serve.start(http_options={"host": HOST, "port": port})
         listen = "gateway" if proxy == "none" else "serve"
-        serve.run(_application(model, port, listen), name=FRONT_APPLICATION, blocking=False)
+        serve.run(
+            _application(model, port, grpc_port, listen), name=FRONT_APPLICATION, blocking=False
+        )
         _wait_until_ready(port)
         yield MeasuredCluster(port)
     finally:
@@ -112,7 +117,7 @@ def run_cluster(proxy: str, model: Path) -> Iterator[MeasuredCluster]:
         shutil.rmtree(temporary_folder, ignore_errors=True)
 
 
-def _application(model: Path, port: int, listen: str) -> Any:
+def _application(model: Path, port: int, grpc_port: int, listen: str) -> Any:
     """Return the Serve application; `listen` is the setting gateway.listen."""
     from ray import serve
 
@@ -128,7 +133,7 @@ def _application(model: Path, port: int, listen: str) -> Any:
             "gateway": {
                 "host": HOST,
                 "http_port": port,
-                "grpc_port": free_port(),
+                "grpc_port": grpc_port,
                 "listen": listen,
                 "max_streams": STREAMS_LIMIT,
             },
@@ -182,11 +187,3 @@ def _wait_until_ready(port: int) -> None:
             return
         time.sleep(0.2)
     raise BenchError(f"the cluster was not ready after {READY_LIMIT_S:.0f} s")
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nothing uses now; somebody else may take it meanwhile."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .cluster import HOST, OPENER, BenchError, free_port
+from ....loadtests.ports import free_ports
+from .cluster import HOST, OPENER, BenchError
 from .whole_requests import MeasuredServer
 
 READY_LIMIT_S = 120.0  #: From the start until the front end names the model.
@@ -57,7 +58,7 @@ def run_dynamo(python: Path, model: Path) -> Iterator[DynamoProcesses]:
         contextlib.ExitStack() as stack,
     ):
         folder = Path(name)
-        port = free_port()
+        (port,) = free_ports(1)
         worker_options = [
             *("--model-path", str(model), "--model-name", MODEL_NAME),
             *("--speedup-ratio", str(SPEEDUP), "--block-size", str(BLOCK_TOKENS)),

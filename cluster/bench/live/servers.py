@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes.util
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import httpx
 
 from ....loadtests.errors import LoadError
 from ....loadtests.laptop import cluster
+from ....loadtests.ports import free_ports
 from .errors import LiveBenchError
 from .layouts import (
     DiptychLayout,
@@ -181,18 +181,6 @@ def _log_file(command: ServerCommand, logs: Path) -> Path:
 
 def _log_end(command: ServerCommand, logs: Path) -> str:
     return _log_file(command, logs).read_text(errors="replace").strip()[-LOG_CHARACTERS_LIMIT:]
-
-
-def free_ports(count: int) -> list[int]:
-    """Return `count` different ports that nothing listens on.
-
-    They are free again at the return, so another process may still take one of them.
-    """
-    probes = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 # ---- vLLM's environment --------------------------------------------------------------------------

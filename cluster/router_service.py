@@ -203,9 +203,17 @@ class RouterService:
                 self._handle(events.RequestEnded(frame))
             case frames.WorkerReport():
                 self._handle(events.WorkerReported(peer.name, frame))
-            case frames.JoinRouter(card, term, cached_hashes, reservations):
-                self._loading.pop(card.id, None)
-                self._handle(events.WorkerJoined(card, term, cached_hashes, reservations))
+            case frames.JoinRouter():
+                self._loading.pop(frame.card.id, None)
+                self._handle(
+                    events.WorkerJoined(
+                        frame.card,
+                        frame.term,
+                        cached_hashes=frame.cached_hashes,
+                        held_reservations=frame.held_reservations,
+                        demoted_hashes=frame.demoted_hashes,
+                    )
+                )
             case frames.NewerRouterSeen():
                 self._handle(events.NewerRouterReported(frame.term))
             case frames.LoadingProgress():

@@ -14,19 +14,20 @@ into the cache if its content is known, else back on the free list.
 Routers are told of contents by *marks*, of which a block has one, several or none. A mark is the
 hash of a prefix that routers look up; a block larger than they count in has several that end in
 it, and of a long prompt they look up only some. A mark is reported as stored with the first block
-that has it, and as evicted with the last.
+that has it. With the last one it is reported as demoted where a tier has its content, else as evicted.
 
 Demotion: when the pool runs low, tiers (host memory, disk) copy cached blocks before these are
-evicted. A block that a tier copies is pinned, so that nobody overwrites it meanwhile. The tiers do
-not say when they drop a copy, so a block that was used since is offered to them again: they copy
-nothing if they still have it.
+evicted. A block that a tier copies is pinned, so that nobody overwrites it meanwhile. A block that
+was used since is offered to them again, which counts as a use there: they copy nothing if they still
+have it. `forget_in_tiers` is told of the copies that they drop.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 
 class Block:
@@ -57,6 +58,14 @@ class Block:
         #: its neighbours in the `EvictionOrder`, while it is cached; the block itself, otherwise
         self.previous: Block = self
         self.next: Block = self
+
+
+class MarkChanges(NamedTuple):
+    """What became of marks in a while, by where they are at its end; each is in one list only."""
+
+    stored: list[bytes]  #: in the pool
+    evicted: list[bytes]  #: in the pool no more, nor in a tier
+    demoted: list[bytes]  #: in a tier only
 
 
 class EvictionOrder:
@@ -139,7 +148,14 @@ class BlockPool:
         self._demoting: dict[int, bytes] = {}  #: used blocks that are pinned until a tier has them
         self._copied_blocks = 0  #: how many of them the tiers have copied since the start
         self.stored_marks: list[bytes] = []  #: since the last `drain_events`
-        self.evicted_marks: list[bytes] = []  #: since the last `drain_events`
+        #: That left the pool, or the tiers, since the last `drain_events`.
+        self.removed_marks: list[bytes] = []
+        #: The marks of contents that a tier holds: by content, and how many contents have each.
+        self._tier_marks: dict[bytes, Sequence[bytes]] = {}
+        self._tier_mark_counts: dict[bytes, int] = {}
+        #: Called with content and marks before a cached block is overwritten; None: nobody asks. A
+        #: simulation's tiers take the block then.
+        self.before_eviction: Callable[[bytes, Sequence[bytes]], None] | None = None
 
     @property
     def available_blocks(self) -> int:
@@ -195,6 +211,9 @@ class BlockPool:
         if self._free:
             return self._free.popleft()
         block = self._cached.pop_first()
+        assert block.content is not None, block.number
+        if self.before_eviction is not None:
+            self.before_eviction(block.content, block.marks)
         self._forget(block)
         return block
 
@@ -301,22 +320,28 @@ class BlockPool:
                 self._mark_counts[mark] = count
             else:
                 del self._mark_counts[mark]
-                self.evicted_marks.append(mark)
+                self.removed_marks.append(mark)
 
-    def drain_events(self) -> tuple[list[bytes], list[bytes]]:
-        """Returns the marks (stored, evicted) since the last call; none is in both lists.
-
-        What was stored and evicted between two calls is in one list only, by what holds now.
-        """
+    def drain_events(self) -> MarkChanges:
+        """Returns what became of marks since the last call, by where they are now."""
         stored = [mark for mark in self.stored_marks if mark in self._mark_counts]
-        evicted = [mark for mark in self.evicted_marks if mark not in self._mark_counts]
+        # A mark that left both the pool and the tiers is there twice.
+        removed = dict.fromkeys(
+            mark for mark in self.removed_marks if mark not in self._mark_counts
+        )
+        evicted = [mark for mark in removed if mark not in self._tier_mark_counts]
+        demoted = [mark for mark in removed if mark in self._tier_mark_counts]
         self.stored_marks = []
-        self.evicted_marks = []
-        return stored, evicted
+        self.removed_marks = []
+        return MarkChanges(stored, evicted, demoted)
 
     def hashes(self) -> list[bytes]:
         """Returns the marks of every content that `match` would find."""
         return list(self._mark_counts)
+
+    def demoted_hashes(self) -> list[bytes]:
+        """Returns the marks of every content that only a tier holds."""
+        return [mark for mark in self._tier_mark_counts if mark not in self._mark_counts]
 
     # ---- tiers -------------------------------------------------------------------------------
 
@@ -365,7 +390,28 @@ class BlockPool:
         if block.content == content:  # else it was unpublished, and holds something else since
             block.in_tier = copied
             block.refused_at = None if copied else self._copied_blocks
+            if copied:
+                self.note_in_tier(content, block.marks)
         self._cached.put_back(block)
+
+    def note_in_tier(self, content: bytes, marks: Sequence[bytes]) -> None:
+        """Notes that a tier holds this content now."""
+        if content in self._tier_marks:
+            return
+        self._tier_marks[content] = marks
+        for mark in marks:
+            self._tier_mark_counts[mark] = self._tier_mark_counts.get(mark, 0) + 1
+
+    def forget_in_tiers(self, contents: Iterable[bytes]) -> None:
+        """Notes that no tier holds these contents any more; unknown ones change nothing."""
+        for content in contents:
+            for mark in self._tier_marks.pop(content, ()):
+                count = self._tier_mark_counts[mark] - 1
+                if count:
+                    self._tier_mark_counts[mark] = count
+                else:
+                    del self._tier_mark_counts[mark]
+                    self.removed_marks.append(mark)
 
     def validate(self) -> None:
         """Checks that every block is in exactly one place. For tests and after failures."""
@@ -381,6 +427,8 @@ class BlockPool:
         assert published == self._published, self
         marks = Counter(mark for block in published.values() for mark in block.marks)
         assert marks == self._mark_counts, self
+        tier_marks = Counter(mark for marks in self._tier_marks.values() for mark in marks)
+        assert tier_marks == self._tier_mark_counts, self
         assert all(not block.marks for block in self._blocks if block.content is None), self
 
     def __repr__(self) -> str:

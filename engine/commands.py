@@ -17,7 +17,7 @@ below the pool (host memory, disk), then `CachePrefix` with the number of blocks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..protos.frames import AttemptKey
@@ -168,6 +168,13 @@ class BlockDemoted:
     copied: bool  #: Whether a tier has the content now; it is not offered again then.
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksLeftTiers:
+    """No tier holds these contents any more. Those that the engine does not know change nothing."""
+
+    hashes: list[bytes]
+
+
 # ---- observation ---------------------------------------------------------------------------------
 
 
@@ -193,6 +200,10 @@ class EngineObservation:
     preempted_sequences: int = 0  #: Sequences that wait for blocks to go on.
     #: Planned seconds of a step that has prefill beside decode; 0: such steps have no plan.
     step_s: float = 0.0
+    #: All hashes by which routers can find what only the tiers below the pool hold.
+    demoted_hashes: list[bytes] = field(default_factory=list)
+    #: Those of them that came since the last observation.
+    demoted: list[bytes] = field(default_factory=list)
 
 
 #: What the engine thread carries out.
@@ -204,6 +215,7 @@ EngineCommand: TypeAlias = (
     | StagePrefix
     | CachePrefix
     | BlockDemoted
+    | BlocksLeftTiers
     | ObserveEngine
 )
 #: What the engine thread delivers.

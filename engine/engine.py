@@ -297,6 +297,10 @@ class Engine:
         """Unpins a block of `pin_for_demotion`, which a tier has `copied` or not."""
         self.scheduler.pool.finish_demotion(block, copied)
 
+    def forget_in_tiers(self, hashes: list[bytes]) -> None:
+        """Takes note that no tier holds these contents any more."""
+        self.scheduler.pool.forget_in_tiers(hashes)
+
     # ---- stepping ----------------------------------------------------------------------------
 
     def step(self) -> list[SequenceOutput]:
@@ -623,11 +627,13 @@ class Engine:
         scheduler = self.scheduler
         pool = scheduler.pool
         counters = self.counters
-        stored, evicted = pool.drain_events()
+        changes = pool.drain_events()
         return EngineObservation(
             hashes=pool.hashes(),
-            stored=stored,
-            evicted=evicted,
+            stored=changes.stored,
+            evicted=changes.evicted,
+            demoted=changes.demoted,
+            demoted_hashes=pool.demoted_hashes(),
             free_blocks=pool.available_blocks,
             prefill_tokens=counters.prefill_tokens,
             prefill_s=counters.prefill_s,

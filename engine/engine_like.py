@@ -201,6 +201,10 @@ class EngineLike(Protocol):
         """Unpins a block of `pin_for_demotion`; `copied` says whether a tier has it now."""
         ...
 
+    def forget_in_tiers(self, hashes: list[bytes]) -> None:
+        """Takes note that no tier holds these contents any more; unknown ones change nothing."""
+        ...
+
     def required_blocks(self, sequence: Sequence) -> int:
         """Returns how many blocks the sequence takes, if it shares none. Any thread."""
         ...

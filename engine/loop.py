@@ -25,6 +25,7 @@ from ..kv_transfer.devices import enter_device
 from .commands import (
     AddSequence,
     BlockDemoted,
+    BlocksLeftTiers,
     CachePrefix,
     CommitBlocks,
     DemoteBlocks,
@@ -167,6 +168,8 @@ class EngineThread:
                 self.engine.cache_staged(attempt_key, block_count)
             case BlockDemoted(block, copied):
                 self.engine.finish_demotion(block, copied)
+            case BlocksLeftTiers(hashes):
+                self.engine.forget_in_tiers(hashes)
             case ObserveEngine():
                 return self.engine.observe()
             case _:

@@ -268,6 +268,8 @@ class WorkerCard(msgspec.Struct, frozen=True):
     metrics: str = ""  #: host:port where Prometheus finds its metrics
     step_ms: float = 0.0  #: limit of a step that prefills beside decode; 0: no limit
     max_model_len: int = 0  #: tokens of a prompt and its answer, at most; 0: unknown
+    #: seconds in which the KV of a token comes back from the tiers below the pool; 0: no tiers
+    load_token_s: float = 0.0
 
 
 class LoadingProgress(msgspec.Struct, tag="loading", frozen=True):
@@ -287,6 +289,8 @@ class JoinRouter(msgspec.Struct, tag="join", frozen=True):
     cached_hashes: list[bytes] = msgspec.field(default_factory=list, name="cached")
     #: (request, attempt, blocks) of each attempt that decodes there, for a router that is new
     held_reservations: list[tuple[str, int, int]] = msgspec.field(default_factory=list, name="held")
+    #: the same as `cached_hashes`, of prefixes that only the tiers below its pool hold
+    demoted_hashes: list[bytes] = msgspec.field(default_factory=list, name="demoted")
 
 
 class WorkerReport(msgspec.Struct, tag="report", frozen=True):
@@ -296,7 +300,7 @@ class WorkerReport(msgspec.Struct, tag="report", frozen=True):
     seq: int
     free_blocks: int  #: blocks that new sequences could get, cached ones included
     stored: list[bytes] = []  #: hashes of blocks that came into the prefix cache
-    evicted: list[bytes] = []  #: hashes of blocks that left it
+    evicted: list[bytes] = []  #: hashes of blocks that left it, and that no tier holds
     prefill_tokens: int = 0  #: prompt tokens computed since the last report
     prefill_seconds: float = 0.0  #: time that computing them took
     running: int = 0  #: sequences that decode now
@@ -306,6 +310,9 @@ class WorkerReport(msgspec.Struct, tag="report", frozen=True):
     waiting: int = 0  #: preempted sequences that wait for blocks; new ones do not count
     step_ms: float = 0.0  #: planned length of a step that prefills beside decode; 0: any
     ended: list[AttemptKey] = []  #: attempts that decoded here, and whose blocks are free again
+    demoted: list[bytes] = []  #: hashes of blocks that left the prefix cache, and that a tier holds
+    loaded_tokens: int = 0  #: whose KV came back from the tiers since the last report
+    loading_seconds: float = 0.0  #: time that the loads took, their wait for others included
 
 
 class WorkerDirectory(msgspec.Struct, tag="directory", frozen=True):

@@ -287,6 +287,7 @@ class Router:
             return actions
         worker = self.fleet.join(event.card)
         self._index.drop(worker.slot)
+        self._index.demote(worker.slot, event.demoted_hashes)
         self._index.store(worker.slot, event.cached_hashes)
         self._reserve_held(worker, event)
         self._membership_changed(now)
@@ -389,6 +390,8 @@ class Router:
         worker.last_report = report.seq
         if report.evicted:
             self._index.evict(worker.slot, report.evicted)
+        if report.demoted:
+            self._index.demote(worker.slot, report.demoted)
         if report.stored:
             self._index.store(worker.slot, report.stored)
         has_more_room = self.fleet.report(worker, report)

@@ -1,6 +1,7 @@
 """What it would cost to serve one request on one worker, in seconds. Pure functions.
 
-    first token on p = what p has left + prefill of the uncached tokens, or a fetch and the rest
+    first token on p = what p has left + loading what only its tiers hold + prefill of the uncached
+                       tokens, or a fetch and the rest
     first token on d = what d has left of prompts + prefill there, in chunks beside its decodes
     decode on d      = step with this request + exposed transfer + memory + hand-over, where
                        exposed  = max(share * transfer, transfer behind the link's backlog - rest of
@@ -42,9 +43,10 @@ EQUAL_COST = 1e-12  #: costs that differ by less are equal: the rest is rounding
 class PrefillPlan(NamedTuple):
     """How one worker would compute a prompt, were it idle."""
 
-    seconds: float  #: of the prefill, and of a fetch before it
+    seconds: float  #: of the prefill, and of a load from the tiers and a fetch before it
     compared_s: float  #: by which workers are compared: a fetch counts `FETCH_MARGIN` times
-    cached_tokens: int  #: cached there, or fetched
+    cached_tokens: int  #: cached there, in its pool or its tiers, or fetched
+    loaded_tokens: int  #: of those: only the worker's tiers have them, and it loads them first
     fetch_from: WorkerState | None  #: the worker that holds the fetched prefix; None: no fetch
 
 
@@ -57,20 +59,25 @@ class PrefillSpan(NamedTuple):
 
 
 def plan_prefill(request: QueuedRequest, worker: WorkerState) -> PrefillPlan:
-    """Return how the worker would compute the prompt: from its own cache, or with a fetch."""
+    """Return how the worker would compute the prompt: from its own cache, or with a fetch.
+
+    What its tiers hold is always loaded, also where computing it would be faster.
+    """
     prompt_tokens = request.prompt_tokens
     cached_tokens = request.cached_tokens(worker)
-    computed_s = worker.cost.prefill_s(prompt_tokens - cached_tokens, prompt_tokens)
+    loaded_tokens = cached_tokens - request.pooled_tokens(worker)
+    load_s = worker.load_token_s * loaded_tokens
+    computed_s = load_s + worker.cost.prefill_s(prompt_tokens - cached_tokens, prompt_tokens)
     holder = request.holder
     fetched_tokens = request.held_tokens - cached_tokens
     if holder is None or not request.fetchable or fetched_tokens < FETCH_TOKENS:
-        return PrefillPlan(computed_s, computed_s, cached_tokens, None)
-    rest_s = worker.cost.prefill_s(prompt_tokens - request.held_tokens, prompt_tokens)
+        return PrefillPlan(computed_s, computed_s, cached_tokens, loaded_tokens, None)
+    rest_s = load_s + worker.cost.prefill_s(prompt_tokens - request.held_tokens, prompt_tokens)
     fetch_s = FETCH_S + holder.cost.transfer_token * fetched_tokens
     compared_s = rest_s + FETCH_MARGIN * fetch_s
     if compared_s >= computed_s or not holder.alive:
-        return PrefillPlan(computed_s, computed_s, cached_tokens, None)
-    return PrefillPlan(rest_s + fetch_s, compared_s, request.held_tokens, holder)
+        return PrefillPlan(computed_s, computed_s, cached_tokens, loaded_tokens, None)
+    return PrefillPlan(rest_s + fetch_s, compared_s, request.held_tokens, loaded_tokens, holder)
 
 
 def local_first_token_s(

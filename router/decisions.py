@@ -85,6 +85,7 @@ class Decision(msgspec.Struct):
     #: Seconds that the whole prompt would take if nothing of it were cached and the cluster had no
     #: other work (its isolated prefill). 0: the TTFT target does not depend on them.
     isolated_s: float = 0.0
+    loaded_tokens: int = 0  #: of `hit_tokens`, that come from the tiers of the worker's own
 
     def to_plain(self) -> dict[str, Any]:
         """Return the record in plain types, with a name for each term. Times are in seconds."""

@@ -32,14 +32,15 @@ class WorkerJoined(msgspec.Struct, frozen=True):
     """A worker is ready, or back after a lost connection.
 
     `term` is the highest term of a router that the worker has seen. `cached_hashes` are the
-    prefixes that it holds, each root first. `held_reservations` has (request, attempt, blocks) of
-    each attempt that decodes there.
+    prefixes that its pool holds, each root first, and `demoted_hashes` those that only the tiers below
+    it hold. `held_reservations` has (request, attempt, blocks) of each attempt that decodes there.
     """
 
     card: WorkerCard
     term: int
     cached_hashes: list[bytes] = msgspec.field(name="cached")
     held_reservations: Sequence[tuple[str, int, int]] = msgspec.field(default=(), name="held")
+    demoted_hashes: Sequence[bytes] = msgspec.field(default=(), name="demoted")
 
 
 @dataclass(frozen=True, slots=True)

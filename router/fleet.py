@@ -86,6 +86,8 @@ class WorkerFleet:
         elif card.cost:
             worker.nominal_cost = card.cost
         worker.card = card
+        # What was observed of the loads stays.
+        worker.load_token_s = worker.load_token_s or card.load_token_s
         worker.last_report = 0
         worker.can_prefill = _prefills(card)
         worker.can_decode = _decodes(card)
@@ -219,6 +221,8 @@ class WorkerFleet:
                 predicted_s = worker.nominal_cost.step_s(report.running, report.kv_tokens)
                 step_s = report.step_seconds / report.steps
                 worker.step_correction.observe(step_s / predicted_s)
+        if report.loaded_tokens:
+            worker.observe_loads(report.loading_seconds / report.loaded_tokens)
         could_decode = worker.can_decode
         # while preempted sequences wait for blocks, the worker refuses reservations
         worker.can_decode = _decodes(worker.card) and not report.waiting

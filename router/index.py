@@ -6,6 +6,7 @@ system prompts differ, and every eighth (512 tokens) behind; the worker itself m
 
 Life of an entry:
     reported or predicted -> stored; a predicted one ends after a while if no report confirms it
+    demoted               -> kept: only the tiers below the worker's pool hold it, which costs a load
     evicted, or surplus   -> removed; each worker's entries are bounded, those reported or predicted
                              longest ago go first, and of one report the tail before the head
 """
@@ -83,7 +84,14 @@ class Hits:
     A worker is known by its slot, a small number; a mask has bit k set for the worker of slot k.
     """
 
-    __slots__ = ("deepest", "depth_by_slot", "holders", "wide_depths")
+    __slots__ = (
+        "deepest",
+        "demoted_by_slot",
+        "depth_by_slot",
+        "holders",
+        "sampled_hashes",
+        "wide_depths",
+    )
 
     def __init__(self) -> None:
         self.deepest = 0  #: the longest match
@@ -91,6 +99,9 @@ class Hits:
         self.depth_by_slot: dict[int, int] = {}  #: where few workers have the same depth
         #: (depth, mask of the workers) where many have it, deepest first
         self.wide_depths: list[tuple[int, int]] = []
+        self.sampled_hashes: Sequence[bytes] = ()  #: that were looked up, root first
+        #: The index's own: hashes that only the tiers of a worker hold, as they are now.
+        self.demoted_by_slot: dict[int, set[bytes]] = {}
 
     def depth(self, slot: int) -> int:
         """Return how many of the sampled hashes the worker holds."""
@@ -101,6 +112,25 @@ class Hits:
             if mask >> slot & 1:
                 return wide_depth
         return 0
+
+    def pooled_depth(self, slot: int) -> int:
+        """Return how many of the sampled hashes the worker's pool holds, without its tiers.
+
+        The pool holds the head of a prefix if it holds any of it, as it evicts tails first.
+        """
+        depth = self.depth(slot)
+        demoted = self.demoted_by_slot.get(slot)
+        if not demoted or not depth or self.sampled_hashes[depth - 1] not in demoted:
+            return depth
+        pooled = 0
+        first_demoted = depth - 1  # at the latest
+        while pooled < first_demoted:
+            middle = (pooled + first_demoted) >> 1
+            if self.sampled_hashes[middle] in demoted:
+                first_demoted = middle
+            else:
+                pooled = middle + 1
+        return pooled
 
     def add(self, depth: int, workers: int) -> None:
         """Note that the workers in this mask hold `depth` hashes; deeper ones come first."""
@@ -128,6 +158,7 @@ class PrefixIndex:
         self._holders: dict[bytes, int] = {}  #: hash -> mask of the workers that hold it
         #: slot -> hash -> until when it counts; those reported or predicted longest ago first
         self._held: dict[int, dict[bytes, float]] = {}
+        self._demoted: dict[int, set[bytes]] = {}  #: slot -> hashes that only its tiers hold
         self._shared_masks: dict[int, int] = {}  #: each mask by itself: equal ones are one object
         #: (until when, slot, hashes) of predictions, the oldest first
         self._predicted: deque[tuple[float, int, Sequence[bytes]]] = deque()
@@ -138,6 +169,15 @@ class PrefixIndex:
         """Note the hashes that the worker reports; those of one prompt come root first."""
         tail_first = hashes[::-1]
         self._insert(slot, tail_first, inf)
+        demoted = self._demoted.get(slot)
+        if demoted:
+            demoted.difference_update(hashes)
+
+    def demote(self, slot: int, hashes: Sequence[bytes]) -> None:
+        """Note that only the tiers below the worker's pool hold these prefixes."""
+        unknown = [content for content in hashes if content not in self._held.get(slot, {})]
+        self._insert(slot, unknown[::-1], inf)
+        self._demoted.setdefault(slot, set()).update(hashes)
 
     def predict(self, slot: int, sampled: Sequence[bytes], now: float) -> None:
         """Note that the worker will soon hold the prefixes of these hashes, which come root first.
@@ -184,6 +224,9 @@ class PrefixIndex:
         holders = self._holders
         shared_masks = self._shared_masks
         own_mask = 1 << slot
+        demoted = self._demoted.get(slot)
+        if demoted:
+            demoted.difference_update(hashes)
         for content in hashes:
             if held.pop(content, None) is None:
                 continue
@@ -204,6 +247,7 @@ class PrefixIndex:
         """Remove everything that the worker holds."""
         self.evict(slot, list(self._held.get(slot, ())))
         self._held.pop(slot, None)
+        self._demoted.pop(slot, None)
 
     # ---- lookups ---------------------------------------------------------------------------------
 
@@ -225,12 +269,18 @@ class PrefixIndex:
             steps.append((len(sampled), holding))
         if not steps:
             return NOBODY
-        hits = Hits()
+        hits = self._new_hits(sampled)
         hits.deepest, hits.holders = steps[-1]
         deeper_holders = 0
         for depth, mask in reversed(steps):
             hits.add(depth, mask & ~deeper_holders)
             deeper_holders |= mask
+        return hits
+
+    def _new_hits(self, sampled: Sequence[bytes]) -> Hits:
+        hits = Hits()
+        hits.sampled_hashes = sampled
+        hits.demoted_by_slot = self._demoted
         return hits
 
     def depth(self, slot: int, sampled: Sequence[bytes]) -> int:
@@ -247,7 +297,7 @@ class PrefixIndex:
         root_holders = get(sampled[0]) if sampled else None
         if not root_holders:
             return NOBODY
-        hits = Hits()
+        hits = self._new_hits(sampled)
         probes = [(0, root_holders)]  #: (position, who holds it), each deeper than the one before
         self._bisect_last_held(sampled, probes)
         position, mask = probes.pop()
@@ -318,6 +368,11 @@ class PrefixIndex:
         """
         held = self._held.get(slot, {})
         return [content for content in reversed(held) if held[content] == inf]
+
+    def demoted_hashes(self, slot: int) -> list[bytes]:
+        """Return the hashes that only the worker's tiers hold, as it has reported."""
+        demoted = self._demoted.get(slot, set())
+        return [content for content in self.reported_hashes(slot) if content in demoted]
 
     def held_count(self, slot: int) -> int:
         """Return how many entries the worker has, predicted ones included."""

@@ -73,7 +73,8 @@ class PlannedPrefill:
     worker: WorkerState
     wait_s: float  #: until the prefill begins
     prefill_s: float  #: of the prompt alone
-    cached_tokens: int  #: cached, or fetched
+    cached_tokens: int  #: cached in the pool or the tiers below, or fetched
+    loaded_tokens: int  #: of those, that come from the tiers
     fetch_from: WorkerState | None  #: whose cached prefix is fetched; None: nothing is fetched
     deadline: float  #: for the worker's order; 0: in order of arrival
     span: PrefillSpan
@@ -88,7 +89,7 @@ class Placement:
     prefill_worker: WorkerState | None  #: None: the decode worker computes the prompt
     decode_worker: WorkerState
     uncached_tokens: int
-    cached_tokens: int  #: cached, or fetched
+    cached_tokens: int  #: cached in the pool or the tiers below, or fetched
     wait_s: float  #: until the prefill begins
     prefill_s: float  #: from then to the first token
     itl_s: float  #: the predicted gap between tokens
@@ -96,6 +97,7 @@ class Placement:
     deadline: float  #: when the prompt should be computed, for the worker's order; 0: as they come
     blocks: int  #: to reserve on the decode worker
     moved_tokens: int = 0  #: of the prompt, that go to the decode worker
+    loaded_tokens: int = 0  #: of the cached ones, that come from the tiers of the computing worker
     fetch_from: WorkerState | None = None  #: whose cached prefix is fetched; None: nothing is
     passed_over: Sequence[PassedOver] = ()  #: more urgent requests that a worker left alone
     prefill_candidates: Sequence[Candidate] = ()  #: what was compared, for the decision record
@@ -242,7 +244,8 @@ class Placer:
         request.held_tokens = 0
         request.fetchable = False
         if request.holder is not None:
-            held_tokens = tokens_at(request.hits.deepest)
+            # A peer sends what its pool holds, not what it would have to load first.
+            held_tokens = tokens_at(request.hits.pooled_depth(request.holder.slot))
             # The last token is computed in any case: its logits give the answer's first token.
             request.held_tokens = min(held_tokens, request.prompt_tokens - 1)
             # A cost of 0 is not known yet: without it nobody can tell whether a fetch pays.
@@ -285,6 +288,7 @@ class Placer:
             wait_s=wait_s,
             prefill_s=plan.seconds,
             cached_tokens=plan.cached_tokens,
+            loaded_tokens=plan.loaded_tokens,
             fetch_from=plan.fetch_from,
             deadline=deadline,
             span=PrefillSpan(begins_at, begins_at + plan.seconds),
@@ -330,7 +334,8 @@ class Placer:
             # own is asked if it differs
             if gentle and not disturbs_nobody(request, worker, self.fleet.itl_s):
                 continue
-            moved_tokens = request.prompt_tokens - request.cached_tokens(worker)
+            # A decode worker's tiers do not help: only what its pool holds need not be sent.
+            moved_tokens = request.prompt_tokens - request.pooled_tokens(worker)
             candidate = decode_candidate(request, worker, span, moved_tokens)
             lowest_cost = min(lowest_cost, candidate.cost)
             candidates.append(candidate)
@@ -360,6 +365,7 @@ class Placer:
             deadline=planned.deadline,
             blocks=self.blocks_needed(request),
             moved_tokens=chosen.moved_tokens,
+            loaded_tokens=planned.loaded_tokens,
             fetch_from=planned.fetch_from,
             decode_candidates=compared if self.records_options else (),
         )
@@ -501,6 +507,7 @@ class Placer:
             exposed_s=0.0,
             deadline=deadline,
             blocks=blocks,
+            loaded_tokens=plan.loaded_tokens,
             fetch_from=plan.fetch_from,
         )
 
@@ -515,7 +522,7 @@ class Placer:
             prompt_tokens=request.prompt_tokens,
             assigned_at=now,
             deadline=placement.deadline,
-            delayed=placement.fetch_from is not None,
+            delayed=placement.fetch_from is not None or placement.loaded_tokens > 0,
             background=request.overdue,
         )
         self.fleet.give_prompt(placement.computing_worker, request.attempt_key, work, now)

@@ -54,6 +54,7 @@ class DecisionRecorder:
         decision.decode = placement.decode_worker.card.id
         decision.fetch = name_of(placement.fetch_from)
         decision.hit_tokens = placement.cached_tokens
+        decision.loaded_tokens = placement.loaded_tokens
         decision.passed_over = list(placement.passed_over)
         decision.prefill_options = placement.prefill_options()
         decision.decode_options = placement.decode_options()

@@ -103,9 +103,12 @@ def snapshot(router: Router) -> list[RouterEvent]:
             (request_id, attempt, reservation.blocks)
             for (request_id, attempt), reservation in worker.reservations.items()
         ]
+        demoted = router.index.demoted_hashes(worker.slot)
+        in_tiers = set(demoted)
         hashes = router.index.reported_hashes(worker.slot)
+        in_pool = [content for content in hashes if content not in in_tiers]
         # Term 0: it makes no router step down.
-        events.append(WorkerJoined(worker.card, 0, hashes, held))
+        events.append(WorkerJoined(worker.card, 0, in_pool, held, demoted))
     return events
 
 

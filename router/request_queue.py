@@ -75,8 +75,16 @@ class QueuedRequest:
     choose_again_at: float = 0.0  #: when it may choose a worker again; 0: it never did
 
     def cached_tokens(self, worker: WorkerState) -> int:
-        """Return its prompt's tokens in the worker's cache; at least one is always computed."""
+        """Return its prompt's tokens in the worker's pool or in the tiers below that.
+
+        At least one token is always computed.
+        """
         depth = self.hits.depth(worker.slot)
+        return min(tokens_at(depth), self.prompt_tokens - 1) if depth else 0
+
+    def pooled_tokens(self, worker: WorkerState) -> int:
+        """Return its prompt's tokens in the worker's pool: those that are cached at no price."""
+        depth = self.hits.pooled_depth(worker.slot)
         return min(tokens_at(depth), self.prompt_tokens - 1) if depth else 0
 
     def tie_breaker(self, slot: int) -> int:

@@ -22,6 +22,7 @@ from .predictor import Correction
 #: Cost of a full KV pool, as seconds of a step; it grows with the square of the share in use, so
 #: that a pool that is nearly full is avoided and a pool that is half full hardly.
 FULL_POOL_S = 0.01
+LOAD_WEIGHT = 0.1  #: of a report's loads from the tiers, in the moving average of their time
 SLOW_STEP_FACTOR = 1.5  #: a worker's ITL target is at least so many times its shortest step
 
 
@@ -34,7 +35,7 @@ class PrefillWork:
     prompt_tokens: int
     assigned_at: float  #: when the router placed it
     deadline: float = 0.0  #: the worker computes in this order; equal ones as they came
-    #: It waited for a chunk or a fetch, so its time says nothing of the worker's speed.
+    #: It waited for a chunk, a fetch or a load, so its time says nothing of the worker's speed.
     delayed: bool = False
     background: bool = False  #: it cannot be in time any more: others go before it
     #: Of its uncached tokens, by prediction, computed in the last step of a prompt before it.
@@ -70,6 +71,9 @@ class WorkerState:
     can_prefill: bool = False  #: its role allows prefill
     can_decode: bool = False  #: its role allows decode, and no preempted sequence waits there
     corrected_at: float = 0.0  #: when its prefill speed was last observed, or half forgotten
+    #: Seconds in which a token's KV comes back from the tiers below its pool, as observed; 0: it has
+    #: none, or does not say.
+    load_token_s: float = 0.0
 
     #: prompts in the order in which the worker computes them
     pending_prefills: dict[AttemptKey, PrefillWork] = field(default_factory=dict)
@@ -145,6 +149,12 @@ class WorkerState:
         works = self.pending_prefills.values()
         earlier_s = sum(work.seconds for work in works if work.deadline <= deadline)
         return max(self.head_began + earlier_s - now, 0.0)
+
+    def observe_loads(self, token_s: float) -> None:
+        """Take in a report's mean seconds in which a token's KV came back from the tiers."""
+        if not self.load_token_s:
+            self.load_token_s = token_s
+        self.load_token_s += LOAD_WEIGHT * (token_s - self.load_token_s)
 
     def step_with(self, kv_tokens: float) -> float:
         """Return the seconds of a step with one more row, which reads these KV tokens."""

@@ -30,6 +30,7 @@ from .report import study_page, study_text
 from .search import ProgressReporter, no_progress
 from .sources import load_trace
 from .study import Study, parse_policies, run_study
+from .tiers import TierSizes
 from .trace import Trace
 
 DEFAULT_MODEL = "llama3.1-70b-fp8"
@@ -112,6 +113,7 @@ def simulate(
     early_reject: bool = False,
     pace_first_token: bool | None = None,
     price: str | Sequence[str] = (),
+    tiers: str = "",
     calibrate_from_live: str | Path | None = None,
     jobs: int | None = None,
     report_progress: ProgressReporter = no_progress,
@@ -137,6 +139,7 @@ def simulate(
         tp=tp,
         split_name=split,
         slo_text=slo,
+        tiers=TierSizes.parse(tiers),
     )
     prices.of_fleet_hour(setup.fleet)  # a GPU without a price is said before anything is simulated
     study = Study(
@@ -159,6 +162,7 @@ def simulate(
         early_reject=early_reject,
         pace_first_token=pace_first_token,
         prices=prices,
+        tiers=tiers,
     )
     document = run_study(study, report_progress)
     # Only the same load without faults can be laid beside the recorded run.
@@ -189,6 +193,7 @@ def _study_setup(
     tp: int,
     split_name: str,
     slo_text: str,
+    tiers: TierSizes | None,
 ) -> StudySetup:
     """Return what to simulate. With a calibration, the workers are those that were measured.
 
@@ -211,6 +216,7 @@ def _study_setup(
     else:
         _check_at_least_one("tp", tp)
         fleet = Fleet.parse(fleet_name, model, tp, engine)
+    fleet = fleet.with_tiers(tiers)
     # Targets may be multiples of a prefill's time, so they are parsed for these workers.
     return StudySetup(
         model=model,
@@ -272,6 +278,7 @@ def plan(
     seeds: int = 1,
     dispatch: str = "timestamp",
     head: float = 1.0,
+    tiers: str = "",
     calibrate_from_live: Sequence[str | Path] = (),
     jobs: int | None = None,
     report_progress: ProgressReporter = no_progress,
@@ -304,7 +311,10 @@ def plan(
         closed_loop=_is_closed_loop(dispatch),
     )
     options = _fleet_options(fleets, model, engine, tp_sizes, calibration, Prices.parse(price))
-    return PlanResult(plan_layouts(options, demand, _process_count(jobs), report_progress))
+    document = plan_layouts(
+        options, demand, _process_count(jobs), report_progress, TierSizes.parse(tiers)
+    )
+    return PlanResult(document)
 
 
 def _fleet_options(

@@ -8,11 +8,12 @@ of a fleet, in the order of its pools; a tuple of splits has one for each pool.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..protos.frames import Coefficients
 from .errors import SimulationError
 from .hardware import DEFAULT_ENGINE, Hardware
+from .tiers import TierSizes
 
 NUMBER = r"(\d+\.?\d*|\.\d+)"  #: a pattern, with one group
 #: By the name of a fault, what its value looks like; `Faults` says what the values mean.
@@ -90,6 +91,19 @@ class Fleet:
             if count == 0 or count % tp:
                 raise SimulationError(f"fleet {part}: {count} GPUs are no whole replicas of {tp}")
             pools.append((Hardware.of(model, gpu, tp, engine), count // tp))
+        return Fleet(tuple(pools))
+
+    def with_tiers(self, sizes: TierSizes | None) -> Fleet:
+        """Return the fleet with these tiers below each replica's KV pool; None: with none.
+
+        Raises SimulationError if their size in tokens is not known.
+        """
+        pools: list[tuple[Hardware, int]] = []
+        for hardware, count in self.pools:
+            tiers = None
+            if sizes is not None:
+                tiers = sizes.of_worker(hardware.kv_token_bytes, hardware.gpus)
+            pools.append((replace(hardware, tiers=tiers), count))
         return Fleet(tuple(pools))
 
     @property

@@ -43,6 +43,7 @@ import msgspec
 
 from ..protos.frames import Coefficients
 from .errors import SimulationError
+from .tiers import WorkerTiers
 
 COEFFICIENTS_FILE = Path(__file__).parent / "coefficients.yaml"
 #: Of the bf16 peak, for causal prefill of 4k to 16k tokens; 0.49 to 0.67 were measured.
@@ -427,6 +428,8 @@ class Hardware:
     at_bounds: tuple[str, ...] = ()
     engine: str = ""  #: whose times they are; "": measured CPU workers
     fit_warnings: tuple[str, ...] = ()  #: sentences on why the times may be far off
+    kv_token_bytes: float = 0.0  #: of the KV of one token, on all GPUs; 0: not known
+    tiers: WorkerTiers | None = None  #: below the KV pool; None: there are none
 
     @staticmethod
     def of(model: str, gpu: str, tp: int, engine: str = DEFAULT_ENGINE) -> Hardware:
@@ -457,4 +460,5 @@ class Hardware:
             at_bounds=fit.at_bounds,
             engine=engine,
             fit_warnings=tuple(describe_fit(fit, model, gpu)),
+            kv_token_bytes=shape.kv_bytes_per_token * shape.kv_copies(tp),
         )

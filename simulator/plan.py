@@ -9,6 +9,7 @@ A layout gives the replicas of each pool of a fleet their roles. Planning takes 
 4. `describe_verdict` says whether separate prefill and decode workers pay against mixed ones.
 5. `reach.py` says whether the targets are within reach, what is reachable if not, and what other
    targets would give.
+6. `tier_sizes.py` says how large tiers below the KV pools should be, where they are asked for.
 
 At a given rate separate workers pay if the mixed layout misses its target and the separated one
 misses less. Without a rate they pay if they serve at least `PAYS_FACTOR` times as much. In both
@@ -46,6 +47,8 @@ from .planned_layout import (
 from .processes import simulation_processes
 from .reach import ReachStudy, find_reach, target_curve
 from .search import ProgressReporter, no_progress, split_text
+from .tier_sizes import size_tiers, tier_lines
+from .tiers import TierSizes
 
 STEP_TOKENS_MINIMUM = 64  #: of `max_step_tokens` in cluster.yaml
 SIMULATED_LAYOUTS = 6  #: limit of the separated layouts that are simulated, for each fleet
@@ -60,12 +63,18 @@ def plan_layouts(
     demand: PlanDemand,
     jobs: int,
     report_progress: ProgressReporter,
+    tiers: TierSizes | None = None,
 ) -> dict[str, Any]:
     """Return what each layout serves, the best one, and whether disaggregation pays.
 
     The result is the document of `diptych plan -o json`. `jobs` processes simulate, and each result
-    is a line for `report_progress`. Raises SimulationError if there is no fleet.
+    is a line for `report_progress`. `tiers` are the largest below a worker's KV pool: the best layout,
+    which is found without any, is simulated with several sizes. Raises SimulationError if there is no
+    fleet.
     """
+    if tiers is not None:
+        for option in options:
+            option.fleet.with_tiers(tiers)  # says at once what is wrong with them
     with simulation_processes(jobs) as pool:
         layouts = _simulate_layouts(options, demand, pool, report_progress)
         best = choose_layout(layouts, demand)
@@ -84,6 +93,10 @@ def plan_layouts(
         report_progress("targets that are within reach, and others")
         reach = find_reach(study, contenders)
         curve = target_curve(study, contenders)
+        tier_study = None
+        if tiers is not None:
+            report_progress("sizes of tiers below the KV pools")
+            tier_study = size_tiers(best, _option_of(best, options), demand, tiers, pool)
     return {
         "trace": demand.trace.name,
         "slo": str(Slo.parse(demand.slo)),
@@ -99,6 +112,7 @@ def plan_layouts(
         "comparison": comparison and comparison.entry(),
         "reach": reach,
         "curve": curve,
+        "tiers": tier_study,
         "cluster": cluster_settings(best, demand, options),
     }
 
@@ -456,6 +470,8 @@ def format_plan(document: dict[str, Any]) -> str:
     lines.append(document["verdict"])
     lines.append(document["reach"]["sentence"])
     lines += _curve_lines(document)
+    if document["tiers"]:
+        lines += tier_lines(document["tiers"])
     return "\n".join(lines)
 
 

@@ -57,7 +57,8 @@ def study_text(study: StudyDocument) -> str:
     ]
     lines = [
         f"trace {study['trace']}, {study['requests']} requests; {study['model']} on "
-        f"{study['fleet']}; {study['slo']}; {study['seeds']} seeds, {study['dispatch']}",
+        f"{study['fleet']}{_tiers_text(study)}; {study['slo']}; {study['seeds']} seeds, "
+        f"{study['dispatch']}",
         study["engine"],
         *study["fit_warnings"],
         f"bound, requests/s/GPU: {'  '.join(bounds)}",
@@ -217,12 +218,17 @@ DARK = "#2f6db5"  #: of G99
 RANK_COLORS = (("p99", "#d7e3f4"), ("p90", "#8fb3e0"), ("p50", DARK))
 
 
+def _tiers_text(study: StudyDocument) -> str:
+    return f" with tiers {study['tiers']}" if study["tiers"] else ""
+
+
 def study_page(study: StudyDocument) -> str:
     """Return self-contained HTML: the table, and plots as inline SVG.
 
     Equal studies give equal pages.
     """
-    title = html.escape(f"{study['trace']}: {study['model']} on {study['fleet']}")
+    fleet = f"{study['fleet']}{_tiers_text(study)}"
+    title = html.escape(f"{study['trace']}: {study['model']} on {fleet}")
     head = "".join(f"<th>{column}</th>" for column in COLUMNS)
     body = "".join(_table_row(entry) for entry in study["policies"])
     return (

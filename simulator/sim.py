@@ -57,7 +57,7 @@ ROUTER_TERM = 1  #: There is one router in a run, the first.
 class Moment(IntEnum):
     """What an entry of the simulation's clock is about. The values have no meaning.
 
-    The last three occur in a run of `exact.py` only, whose class derives from `Simulation` and
+    MESSAGE, FLOWS and TICKET occur in a run of `exact.py` only, whose class derives from `Simulation` and
     handles them. A ticket is one transfer of KV in `kv_transfer`, whose two ends exchange messages.
     """
 
@@ -76,6 +76,7 @@ class Moment(IntEnum):
     MESSAGE = 12  #: from one end of a ticket to the other
     FLOWS = 13  #: a write over shared links ends
     TICKET = 14  #: the sending end of a ticket has something to do
+    LOADED = 15  #: what the tiers hold of a prompt is in the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,7 @@ class Simulation:
             Moment.PLANNER: self._call_planner,
             Moment.WORKER_JOINS: self._worker_joins,
             Moment.PLACED: self._begin,
+            Moment.LOADED: self._add_prompt,
         }
 
     def _start_fleet(self) -> None:
@@ -211,6 +213,7 @@ class Simulation:
             chunk_tokens=hardware.chunk_tokens,
             max_running=hardware.max_running,
             step_ms=step_budget_s * 1e3 if step_budget_s < inf else 0.0,
+            load_token_s=hardware.tiers.memory_token_s if hardware.tiers else 0.0,
         )
         return name
 
@@ -359,6 +362,18 @@ class Simulation:
             decode_worker.reserve(attempt)
             self._look_at_reservations(decode_worker)
         prefill_worker.set_time(self.now)
+        loaded_at = prefill_worker.load_prefix(attempt)
+        if loaded_at > self.now:
+            self._schedule(loaded_at, Moment.LOADED, attempt)
+        else:
+            self._add_prompt(attempt)
+
+    def _add_prompt(self, attempt: SimulatedAttempt) -> None:
+        """What the tiers hold of the prompt is in the pool, and so is a prefix that was fetched."""
+        if self.attempts.get(attempt.key) is not attempt:
+            return  # a worker died meanwhile
+        prefill_worker, _ = self._workers_of(attempt)
+        prefill_worker.set_time(self.now)
         prefill_worker.add_prompt(attempt)
         self._schedule_worker(prefill_worker)
 
@@ -478,7 +493,7 @@ class Simulation:
         request = attempt.request
         sink, _ = self._workers_of(attempt)
         held_tokens = min(source.cached_tokens(request), attempt.context_tokens - 1)
-        moved_tokens = held_tokens - sink.cached_tokens(request)
+        moved_tokens = held_tokens - sink.held_tokens(request)
         if moved_tokens <= 0 or not source.is_alive:
             return begins_at
         attempt.fetched_tokens = held_tokens
@@ -552,10 +567,14 @@ class Simulation:
 
     def _rejoin(self, name: str) -> None:
         """A whole snapshot: the router asked for it, or the worker has another role."""
-        cached_hashes = self.workers[name].restart_reports()
+        worker = self.workers[name]
+        worker.restart_reports()
         self._tell_router(
             router_events.WorkerJoined(
-                self.cards[name], term=ROUTER_TERM, cached_hashes=cached_hashes
+                self.cards[name],
+                term=ROUTER_TERM,
+                cached_hashes=worker.pool.hashes(),
+                demoted_hashes=worker.pool.demoted_hashes(),
             )
         )
 

@@ -68,6 +68,7 @@ class Study:
     early_reject: bool = False  #: refuse late requests at once, where the policy knows them
     pace_first_token: bool | None = None  #: gateways hold first tokens back; None: by default
     prices: Prices = field(default_factory=Prices)  #: of GPU hours, for what a token costs
+    tiers: str = ""  #: below each worker's KV pool, as the document names them; the fleet has them
 
     @property
     def offered_rate(self) -> float:
@@ -119,6 +120,7 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
         "engine": describe_engine(study.fleet.reference),
         "fit_warnings": describe_doubts(hardware for hardware, _ in study.fleet.pools),
         "fleet": study.fleet_name,
+        "tiers": study.tiers,
         "gpus": study.fleet.gpus,
         "replicas": study.fleet.replicas,
         "slo": str(study.slo),

@@ -28,6 +28,7 @@ from ..protos.frames import AttemptKey, Sampling, WorkerReport
 from .attempt import SimulatedAttempt
 from .hardware import Hardware
 from .repeat import SAME_MOMENT_S, RepeatedSteps, repetitions
+from .tiers import SimulatedTiers, put_below
 from .trace import HASH_TOKENS, Trace, WorkloadRequest
 
 HOP_S = 5e-4  #: seconds of one message between gateway, router and worker, as assumed
@@ -88,7 +89,12 @@ class SimulatedWorker:
             max_running=hardware.max_running,
             itl_budget_s=budget_s,
         )
-        self.pool = BlockPool(hardware.kv_tokens // trace.block_tokens + 1)  # block 0 holds no KV
+        pool_blocks = hardware.kv_tokens // trace.block_tokens + 1  # block 0 holds no KV
+        self.tiers: SimulatedTiers | None = None  #: below the pool
+        self.pool = BlockPool(pool_blocks)
+        if hardware.tiers is not None:
+            self.tiers = SimulatedTiers(hardware.tiers, trace.block_tokens)
+            put_below(self.pool, self.tiers)
         self.scheduler = TraceScheduler(self.pool, limits, trace)
         self.attempts: dict[AttemptKey, SimulatedAttempt] = {}  #: that have a sequence here
         self.without_blocks: list[SimulatedAttempt] = []  #: whose reservation has to wait
@@ -116,6 +122,8 @@ class SimulatedWorker:
         self.prefill_seconds = 0.0
         self.decode_steps = 0
         self.decode_seconds = 0.0
+        self.loaded_tokens = 0  #: from the tiers
+        self.loading_seconds = 0.0  #: of those loads, their wait for others included
 
     # ---- what arrives ------------------------------------------------------------------------
 
@@ -130,8 +138,33 @@ class SimulatedWorker:
         self.scheduler.add(sequence)
         self._interrupt()
 
+    def load_prefix(self, attempt: SimulatedAttempt) -> float:
+        """Brings what the tiers hold of a prompt into the pool; returns when it is there.
+
+        `add_prompt` finds it then. That is now where the tiers hold nothing that the pool lacks.
+        """
+        if self.tiers is None:
+            return self.now
+        names = self._cacheable_blocks(attempt)
+        pool_blocks = self.pool.prefix_length(names)
+        loaded_blocks = self.tiers.count_held(names[pool_blocks:])
+        if not loaded_blocks:
+            return self.now
+        held_blocks = pool_blocks + loaded_blocks
+        ready_at = self.tiers.load(names[pool_blocks:held_blocks], self.now)
+        self.loaded_tokens += loaded_blocks * self.block_tokens
+        self.loading_seconds += ready_at - self.now
+        self.has_changed = True
+        attempt.fetched_tokens = max(attempt.fetched_tokens, held_blocks * self.block_tokens)
+        return ready_at
+
+    def _cacheable_blocks(self, attempt: SimulatedAttempt) -> list[bytes]:
+        """Returns the names of the prompt's full blocks, without the last token's: it is computed."""
+        tokens = min(attempt.request.prompt_tokens, attempt.context_tokens - 1)
+        return attempt.request.block_names[: tokens // self.block_tokens]
+
     def _adopt_prefix(self, attempt: SimulatedAttempt) -> None:
-        """The fetched prefix is cached here from now on, if there is room for it."""
+        """The prefix that was brought is cached here from now on, if there is room for it."""
         count = attempt.fetched_tokens // self.block_tokens
         names = attempt.request.block_names[:count]
         self.scheduler.stage(attempt.key, names, count)
@@ -219,6 +252,15 @@ class SimulatedWorker:
         """Returns how many leading tokens of the prompt the prefix cache holds."""
         full_blocks = request.prompt_tokens // self.block_tokens
         return self.pool.prefix_length(request.block_names[:full_blocks]) * self.block_tokens
+
+    def held_tokens(self, request: WorkloadRequest) -> int:
+        """Returns how many leading tokens of the prompt the prefix cache or a tier holds."""
+        cached_tokens = self.cached_tokens(request)
+        if self.tiers is None:
+            return cached_tokens
+        full_blocks = request.prompt_tokens // self.block_tokens
+        rest = request.block_names[cached_tokens // self.block_tokens : full_blocks]
+        return cached_tokens + self.tiers.count_held(rest) * self.block_tokens
 
     # ---- time --------------------------------------------------------------------------------
 
@@ -589,13 +631,16 @@ class SimulatedWorker:
         if self.steps is not None and not self.steps.plan.prefill:
             self._account(self.steps, self.steps.completed_by(now))
         self.report_number += 1
-        stored, evicted = self.pool.drain_events()
+        changes = self.pool.drain_events()
         preempted = sum(sequence.was_preempted for sequence in self.scheduler.waiting)
         report = WorkerReport(
             seq=self.report_number,
             free_blocks=self.pool.available_blocks * (self.block_tokens // HASH_TOKENS),
-            stored=stored,
-            evicted=evicted,
+            stored=changes.stored,
+            evicted=changes.evicted,
+            demoted=changes.demoted,
+            loaded_tokens=self.loaded_tokens,
+            loading_seconds=self.loading_seconds,
             prefill_tokens=self.prefill_tokens,
             prefill_seconds=self.prefill_seconds,
             running=self.running,
@@ -608,11 +653,12 @@ class SimulatedWorker:
         self.prefill_seconds = 0.0
         self.decode_steps = 0
         self.decode_seconds = 0.0
+        self.loaded_tokens = 0
+        self.loading_seconds = 0.0
         self.has_changed = False
         return report
 
-    def restart_reports(self) -> list[bytes]:
-        """Begins a new series of reports; returns the marks of all cached blocks."""
+    def restart_reports(self) -> None:
+        """Begins a new series of reports: the router is told of all cached blocks."""
         self.report_number = 0
         self.pool.drain_events()
-        return self.pool.hashes()

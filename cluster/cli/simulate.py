@@ -26,6 +26,9 @@ PriceOption = Annotated[
     list[str] | None,
     typer.Option(help="An hour of one GPU, in any currency: H100=2.2,H200=3."),
 ]
+TIERS_HELP = (
+    "Below each worker's KV pool: memory=256GiB,disk=2TiB, or with speeds: memory=256GiB@40GB/s."
+)
 SloOption = Annotated[
     str,
     typer.Option(help="Targets: ttft=2s, max(1s, 3x) of the isolated prefill, 500ms + 300ms/1k."),
@@ -101,6 +104,7 @@ def simulate(
     early_reject: EarlyRejectFlag = False,
     pace_first_token: PacingFlag = None,
     price: PriceOption = None,
+    tiers: Annotated[str, typer.Option(help=TIERS_HELP)] = "",
     calibrate_from_live: LiveOption = None,
     jobs: JobsOption = None,
     output: OutputOption = "table",
@@ -132,6 +136,7 @@ def simulate(
             early_reject=early_reject,
             pace_first_token=pace_first_token,
             price=price or (),
+            tiers=tiers,
             calibrate_from_live=calibrate_from_live,
             jobs=jobs,
             report_progress=report_progress,
@@ -171,6 +176,9 @@ def plan(
     seeds: SeedsOption = 1,
     dispatch: DispatchOption = "timestamp",
     head: HeadOption = 1.0,
+    tiers: Annotated[
+        str, typer.Option(help="The largest to consider. " + TIERS_HELP, show_default=False)
+    ] = "",
     calibrate_from_live: Annotated[
         list[Path] | None,
         typer.Option(help="As for simulate; several: workers of several sizes."),
@@ -205,6 +213,7 @@ def plan(
             seeds=seeds,
             dispatch=dispatch,
             head=head,
+            tiers=tiers,
             calibrate_from_live=calibrate_from_live or (),
             jobs=jobs,
             report_progress=report_progress,

@@ -74,6 +74,7 @@ from ...protos import frames
 from ..config import STEP_SHARE, ClusterConfig, EngineSettings, PoolConfig
 from .cores import claim, spare, usable
 from .grammars import GrammarQueue, StartFrame
+from .reporting import TierLoads
 from .tiering import Tiering
 from .transfers import make_rank_services
 
@@ -121,6 +122,8 @@ class WorkerCore:
         #: decode attempts that ended since the last report; `WorkerProcess._report` empties it when
         #: it sends one
         self.ended_attempts: deque[frames.AttemptKey] = deque(maxlen=ENDED_ATTEMPTS_LIMIT)
+        #: seconds in which a token's KV comes back from the tiers, measured by `start`; 0: no tiers
+        self.load_token_s = 0.0
         self._model = model
         self._send = send
         self._on_observation = on_observation
@@ -151,6 +154,8 @@ class WorkerCore:
         self.tiering = self._open_tiers()
         if self.tiering:
             self._stops.callback(self.tiering.close)
+            block_s = await asyncio.to_thread(self.tiering.measure_load_s)
+            self.load_token_s = block_s / self.engine.kv_pool.layout.block_tokens
         self.transfers = WorkerTransfers(self._loop.call_soon_threadsafe, self._handle_events)
         self._stops.callback(self.transfers.stop)
         cards = await asyncio.to_thread(self.transfers.start, self._make_rank_services(host))
@@ -174,6 +179,13 @@ class WorkerCore:
             tell_role=tell_role,
             submit_to_engine=self.engine_thread.submit,
         )
+
+    def tier_loads(self) -> TierLoads | None:
+        """Return what has come back from the tiers since the start; None: there are none."""
+        if self.tiering is None:
+            return None
+        block_tokens = self.engine.kv_pool.layout.block_tokens
+        return TierLoads(self.tiering.loaded_blocks * block_tokens, self.tiering.loading_s)
 
     def _make_rank_services(self, host: str) -> list[RankService]:
         settings = self.config.kv_transfer

@@ -165,6 +165,7 @@ class WorkerProcess:
             metrics=metrics_address,
             step_ms=(engine.limits.itl_budget_s or 0.0) * 1e3,  # 0: steps have no limit
             max_model_len=engine.max_model_len,
+            load_token_s=self.core.load_token_s,
         )
 
     @property
@@ -208,7 +209,8 @@ class WorkerProcess:
             term = self.link.term
             self.link.send(self._reporter.joining(observation, self._card, term, reservations))
             return
-        report = self._reporter.report(observation, list(self.core.ended_attempts))
+        ended = list(self.core.ended_attempts)
+        report = self._reporter.report(observation, ended, self.core.tier_loads())
         if report is not None:
             self.core.ended_attempts.clear()
             self.link.send(report)

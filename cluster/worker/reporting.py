@@ -9,9 +9,17 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...engine.commands import EngineObservation
 from ...protos import frames
+
+
+class TierLoads(NamedTuple):
+    """What has come back from the tiers below the pool since the worker's start."""
+
+    tokens: int  #: whose KV came back
+    seconds: float  #: that the loads took, each from its request to its end
 
 
 class WorkerReporter:
@@ -25,6 +33,7 @@ class WorkerReporter:
         self.must_join = True
         self._report_number = 0
         self._last: EngineObservation | None = None
+        self._last_loads = TierLoads(0, 0.0)
 
     def introduce_again(self) -> None:
         """Say everything with the next observation: the router is new, or the card has changed."""
@@ -46,16 +55,25 @@ class WorkerReporter:
         self._last = observation
         self.must_join = False
         self._report_number = 0
-        return frames.JoinRouter(card, term, observation.hashes, reservations)
+        return frames.JoinRouter(
+            card,
+            term,
+            cached_hashes=observation.hashes,
+            held_reservations=reservations,
+            demoted_hashes=observation.demoted_hashes,
+        )
 
     def report(
-        self, observation: EngineObservation, ended_attempts: Sequence[frames.AttemptKey]
+        self,
+        observation: EngineObservation,
+        ended_attempts: Sequence[frames.AttemptKey],
+        loads: TierLoads | None = None,
     ) -> frames.WorkerReport | None:
         """Return what changed since the last observation; None if nothing did.
 
         Observations count tokens, seconds and steps since the engine's start; the report has the
         differences. `ended_attempts` ended since the last report: when this returns a report, the
-        caller forgets them.
+        caller forgets them. `loads` are those since the start; None: there are no tiers.
         """
         last = self._last
         assert last is not None, "the introduction comes first"
@@ -63,15 +81,22 @@ class WorkerReporter:
         prefill_tokens = observation.prefill_tokens - last.prefill_tokens
         decode_steps = observation.decode_steps - last.decode_steps
         worked = bool(prefill_tokens or decode_steps or ended_attempts)
-        cache_changed = bool(observation.stored or observation.evicted)
+        cache_changed = bool(observation.stored or observation.evicted or observation.demoted)
         if not (worked or cache_changed or _load_changed(last, observation)):
             return None
+        loads = loads or self._last_loads
+        loaded_tokens = loads.tokens - self._last_loads.tokens
+        loading_s = loads.seconds - self._last_loads.seconds
+        self._last_loads = loads
         self._report_number += 1
         return frames.WorkerReport(
             seq=self._report_number,
             free_blocks=observation.free_blocks,
             stored=observation.stored,
             evicted=observation.evicted,
+            demoted=observation.demoted,
+            loaded_tokens=loaded_tokens,
+            loading_seconds=loading_s,
             prefill_tokens=prefill_tokens,
             prefill_seconds=observation.prefill_s - last.prefill_s,
             running=observation.running_sequences,

@@ -8,19 +8,31 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from ...engine.commands import BlockDemoted, BlocksLoaded, DemoteBlocks, LoadBlocks
+import numpy as np
+
+from ...engine.commands import (
+    BlockDemoted,
+    BlocksLeftTiers,
+    BlocksLoaded,
+    DemoteBlocks,
+    LoadBlocks,
+)
 from ...engine.engine_like import EngineLike
 from ...kv_transfer.tiers import TieredStore, TierLimits
+from ...kv_transfer.tiers.faults import checksum
 from ..config import TierSettings
 
 log = logging.getLogger(__name__)
 
 #: Workers of one pool on one machine that can have a folder; the next ones go without a disk tier.
 FOLDER_LIMIT = 64
+MEASURED_COPIES = 5  #: of a block, at the start; the median counts
 
 
 class Tiering:
@@ -30,8 +42,9 @@ class Tiering:
 
     The worker's role has prefixes loaded: `tell_role` gets a `BlocksLoaded` for each `LoadBlocks`.
     The engine demotes blocks by itself: `submit_to_engine` gets a `BlockDemoted` for each block of
-    a `DemoteBlocks`. Both callables must be safe to call from any thread: they are called on the
-    tiers' thread, or on the caller's where the tiers refuse a request.
+    a `DemoteBlocks`, and a `BlocksLeftTiers` for what the tiers drop. Both callables must be safe to
+    call from any thread: they are called on the tiers' thread, or on the caller's where the tiers
+    refuse a request.
     """
 
     def __init__(
@@ -40,7 +53,7 @@ class Tiering:
         engine: EngineLike,
         settings: TierSettings,
         tell_role: Callable[[BlocksLoaded], None],
-        submit_to_engine: Callable[[BlockDemoted], None],
+        submit_to_engine: Callable[[BlockDemoted | BlocksLeftTiers], None],
     ) -> None:
         self._engine = engine
         self._kv = engine.kv_pool
@@ -51,7 +64,11 @@ class Tiering:
         disk_bytes = settings.disk_mib << 20 if folder else 0
         limits = TierLimits(settings.memory_mib << 20, disk_bytes)
         # Files that another model or KV layout has left in the folder are of another compatibility.
-        self.tiers = TieredStore(self._kv.block_bytes, engine.compatibility, limits, folder)
+        self.tiers = TieredStore(
+            self._kv.block_bytes, engine.compatibility, limits, folder, tell_left=self._forget
+        )
+        self.loaded_blocks = 0  #: that came from the tiers since the start
+        self.loading_s = 0.0  #: seconds that their loads took, each from the request to its end
         #: What the engine counts by where it has no tiers.
         self._count_without_tiers = engine.count_tier_blocks
         # The engine calls this for how much of a prefix the tiers hold, before it reserves blocks.
@@ -110,7 +127,12 @@ class Tiering:
             for content, block in zip(command.hashes, command.blocks, strict=True)
         ]
 
+        began = time.monotonic()
+
         def loading_ended(loaded: list[bytes]) -> None:  # the leading ones that the tiers held
+            if loaded:
+                self.loaded_blocks += len(loaded)
+                self.loading_s += time.monotonic() - began
             block_count = command.held_blocks + len(loaded)
             self._tell_role(BlocksLoaded(command.attempt_key, block_count))
 
@@ -134,6 +156,25 @@ class Tiering:
 
     def _copying_ended(self, block: int, copied: bool) -> None:
         self._submit_to_engine(BlockDemoted(block, copied))
+
+    def _forget(self, contents: list[bytes]) -> None:
+        self._submit_to_engine(BlocksLeftTiers(contents))
+
+    def measure_load_s(self) -> float:
+        """Return the seconds in which one block comes back from host memory, measured now.
+
+        It is the time of a copy and a checksum, of a block of zeros outside of the pool. A load from
+        disk takes longer, as does one that waits for others: the router learns that from reports.
+        """
+        block = np.zeros(self._kv.block_bytes, np.uint8)
+        copy = np.empty_like(block)
+        seconds = []
+        for _ in range(MEASURED_COPIES):
+            began = time.perf_counter()
+            np.copyto(copy, block)
+            checksum(copy.data, 0)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds)
 
     def close(self) -> None:
         """End the tiers' thread and give the folder back."""

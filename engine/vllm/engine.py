@@ -783,6 +783,10 @@ class VllmEngine:
         """Raises InvalidRequest: nothing is pinned for a demotion, so nobody may call this."""
         raise InvalidRequest("vLLM's pool has no tiers below it")
 
+    def forget_in_tiers(self, hashes: list[bytes]) -> None:
+        """Raises InvalidRequest: there are no tiers that could hold anything."""
+        raise InvalidRequest("vLLM's pool has no tiers below it")
+
     # ---- what others see ---------------------------------------------------------------------
 
     def observe(self) -> EngineObservation:

@@ -99,6 +99,7 @@ class TierIndex:
         self.event_counts: Counter[str] = Counter()
         self.entered_blocks = 0  #: blocks that were in no tier and are in one since
         self.removal_reasons: Counter[str] = Counter()  #: why blocks left their last tier -> blocks
+        self._left: list[bytes] = []  #: blocks that left their last tier, since `take_left`
         self._entries: dict[bytes, TierEntry] = {}
         self._in_memory: UseOrder = OrderedDict()
         self._not_on_disk: UseOrder = OrderedDict()  #: the part of `_in_memory` that disk lacks
@@ -180,6 +181,20 @@ class TierIndex:
             assert entry.disk is not None, entry
             self._remove_from_disk(content)
         self._forget_if_in_no_tier(content, reason)
+
+    def take_left(self) -> list[bytes]:
+        """Returns the blocks that left their last tier since the last call, and are in none now."""
+        left = [content for content in self._left if not self._is_in_a_tier(content)]
+        self._left = []
+        return left
+
+    def contents(self) -> list[bytes]:
+        """Returns the blocks that a tier holds."""
+        return [content for content in self._entries if self._is_in_a_tier(content)]
+
+    def _is_in_a_tier(self, content: bytes) -> bool:
+        entry = self._entries.get(content)
+        return entry is not None and entry.in_a_tier
 
     # ---- stores ----------------------------------------------------------------------------------
 
@@ -389,6 +404,7 @@ class TierIndex:
             return
         if reason:
             self.removal_reasons[reason] += 1
+            self._left.append(content)
         if not entry.pins:
             del self._entries[content]
 

@@ -76,6 +76,8 @@ class TieredStore:
     called once, on the tiers' thread, and must not block. `compatibility` is 16 bytes
     (`KVLayout.compatibility`): blocks stored under another value are never returned. `folder` is
     where the disk's file goes; None: there is no disk tier. `clock` times the disk's retries.
+    `tell_left` is told, on the tiers' thread, which contents no tier holds any more; of a content
+    that is stored again, it is told before the `done` of that.
     Raises ValueError when the memory is smaller than a block, and OSError when it cannot be
     reserved; nothing else raises, a block is a miss instead.
     """
@@ -87,12 +89,14 @@ class TieredStore:
         limits: TierLimits,
         folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tell_left: Callable[[list[bytes]], None] = lambda contents: None,
     ) -> None:
         self.block_bytes = block_bytes
         self.limits = limits
         self._compatibility = compatibility
         self._folder = folder
         self._clock = clock
+        self._tell_left = tell_left
         if limits.memory_bytes < block_bytes:
             raise ValueError(
                 f"the memory tier has {limits.memory_bytes} bytes, and a block of KV {block_bytes}: "
@@ -261,7 +265,9 @@ class TieredStore:
         finally:
             with self._wake:
                 self._open = False
+                left = self._index.contents()
             self._fail_waiting_requests()
+            self._tell_of(left)
             if self._disk:
                 self._disk.close()
 
@@ -270,6 +276,7 @@ class TieredStore:
 
         The order is: serve a load, open the disk, serve a store, move a block between tiers, wait.
         """
+        self._tell_what_left()
         with self._wake:
             if not self._open:
                 return
@@ -319,6 +326,20 @@ class TieredStore:
             case _:
                 assert_never(request)
 
+    def _tell_what_left(self) -> None:
+        with self._wake:
+            left = self._index.take_left()
+        self._tell_of(left)
+
+    def _tell_of(self, left: list[bytes]) -> None:
+        if not left:
+            return
+        try:
+            self._tell_left(left)
+        except Exception:
+            self._counts["callback_failures"] += 1
+            log.exception("a tiers callback failed")
+
     def _fail_waiting_requests(self) -> None:
         """Calls `done` of each, empty-handed. The index is left as it is: nobody asks it again."""
         for load in self._loads:
@@ -338,6 +359,7 @@ class TieredStore:
         with self._wake:
             self._requests -= 1
             self._in_flight_bytes -= blocks * self.block_bytes
+        self._tell_what_left()
         try:
             call_done()
         except Exception:

@@ -86,7 +86,7 @@ def test_a_prefix_stored_and_evicted_between_two_reports_is_not_reported_as_held
         blocks = pool.allocate(1) or []
         pool.publish(blocks[0], content)
         pool.release(blocks)
-    stored, evicted = pool.drain_events()
+    stored, evicted, _ = pool.drain_events()
     held = set()  # a listener applies evictions first, then what was stored
     held -= set(evicted)
     held |= set(stored)
@@ -99,7 +99,7 @@ def test_a_prefix_evicted_and_stored_again_between_two_reports_is_held() -> None
         blocks = pool.allocate(1) or []
         pool.publish(blocks[0], content)
         pool.release(blocks)
-    stored, evicted = pool.drain_events()
+    stored, evicted, _ = pool.drain_events()
     assert CONTENT[0] in stored and CONTENT[0] not in evicted
 
 
@@ -152,13 +152,31 @@ def test_a_demotion_goes_on_behind_blocks_that_wait_when_the_last_one_is_evicted
 
 
 def test_a_block_that_is_used_again_is_offered_to_the_tiers_again() -> None:
-    """The tiers may have dropped their copy since; nobody would tell the pool."""
+    """The tiers count that as a use, and keep their copy for longer."""
     pool = BlockPool(3)
     prefix = cached_prefix(pool, 2)
     assert demote(pool, 2) == prefix[::-1]
     assert demote(pool, 2) == []
     pool.release(pool.match(CONTENT[:1]))
     assert demote(pool, 2) == prefix[:1]
+
+
+def test_an_evicted_block_that_a_tier_holds_is_demoted_until_the_tier_drops_it() -> None:
+    pool = BlockPool(3)
+    cached_prefix(pool, 2)
+    demote(pool, 1)  # the tail
+    pool.drain_events()
+    blocks = pool.allocate(2) or []
+    assert pool.drain_events() == ([], CONTENT[:1], CONTENT[1:2])
+    assert (pool.hashes(), pool.demoted_hashes()) == ([], CONTENT[1:2])
+    pool.publish(blocks[0], CONTENT[1])  # it has come back
+    assert pool.drain_events() == (CONTENT[1:2], [], [])
+    assert pool.demoted_hashes() == []
+    pool.release(blocks)
+    pool.allocate(2)
+    assert pool.drain_events().demoted == CONTENT[1:2]
+    pool.forget_in_tiers(CONTENT)
+    assert pool.drain_events() == ([], CONTENT[1:2], [])
 
 
 def test_a_block_that_is_used_while_it_is_copied_is_offered_again() -> None:
@@ -199,7 +217,9 @@ class Pool(RuleBasedStateMachine):
         self.pool = BlockPool(USABLE + 1)
         self.owned: list[list[int]] = []
         self.sealed: dict[bytes, int] = {}
-        self.mirror: set[bytes] = set()
+        self.mirror: set[bytes] = set()  #: marks that the pool holds, as reported
+        self.tier_mirror: set[bytes] = set()  #: marks that only the tiers hold, as reported
+        self.in_tiers: set[bytes] = set()
 
     def refs(self) -> Counter[int]:
         return Counter(block for blocks in self.owned for block in blocks)
@@ -253,10 +273,27 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        stored, evicted = self.pool.drain_events()
-        self.mirror -= set(evicted)
-        self.mirror |= set(stored)
+        changes = self.pool.drain_events()
+        stored, evicted, demoted = (set(marks) for marks in changes)
+        assert not (stored & evicted or stored & demoted or evicted & demoted)
+        self.mirror = (self.mirror | stored) - evicted - demoted
+        self.tier_mirror = (self.tier_mirror | demoted) - evicted - stored
         assert self.mirror == set(self.pool.hashes())
+        assert self.tier_mirror == set(self.pool.demoted_hashes())
+        in_tiers = {mark for content in self.in_tiers for mark in MARKS[content]}
+        assert self.tier_mirror == in_tiers - self.mirror
+
+    @rule(limit=st.integers(1, 3), copied=st.booleans())
+    def demote(self, limit: int, copied: bool) -> None:
+        for block, content in self.pool.pin_for_demotion(limit):
+            self.pool.finish_demotion(block, copied)
+            if copied:
+                self.in_tiers.add(content)
+
+    @rule(contents=st.lists(st.sampled_from(CONTENT), max_size=3))
+    def leave_the_tiers(self, contents: list[bytes]) -> None:
+        self.pool.forget_in_tiers(contents)
+        self.in_tiers -= set(contents)
 
     @invariant()
     def agrees(self) -> None:

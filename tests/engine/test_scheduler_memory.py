@@ -139,7 +139,7 @@ def test_what_came_by_name_is_told_in_full_once_its_ids_are_known(size: int) -> 
     index.store(0, s.pool.drain_events()[0])
     assert index.depth(0, sampled) == 0
     decoded(s, one)
-    stored, evicted = s.pool.drain_events()
+    stored, evicted, _ = s.pool.drain_events()
     assert not evicted and one.hit_tokens == 32 * 64
     index.store(0, stored)
     assert index.depth(0, sampled) == len(sampled)

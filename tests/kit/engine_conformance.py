@@ -571,6 +571,29 @@ def a_low_pool_pins_what_tiers_shall_copy(kit: EngineKit) -> None:
     assert_nothing_is_held(engine)
 
 
+def what_only_the_tiers_hold_is_told_as_demoted(kit: EngineKit) -> None:
+    engine = kit.open()
+    engine.count_tier_blocks = lambda hashes: 0
+    cached: set[bytes] = set()
+    in_tiers: set[bytes] = set()
+    demoted: set[bytes] = set()
+    for index in range(24):  # more than the pool holds
+        engine.add(kit.sequence(f"request {index}", seed=index))
+        run(engine)
+        for block, content in engine.pin_for_demotion():
+            engine.finish_demotion(block, copied=True)
+            in_tiers.add(content)
+        changes = engine.observe()
+        cached = (cached | set(changes.stored)) - set(changes.evicted) - set(changes.demoted)
+        demoted = (demoted | set(changes.demoted)) - set(changes.stored) - set(changes.evicted)
+        assert (cached, demoted) == (set(changes.hashes), set(changes.demoted_hashes))
+    assert demoted, "nothing was evicted that the tiers have copied"
+    assert demoted == in_tiers - cached
+    engine.forget_in_tiers([*in_tiers, bytes(16)])
+    changes = engine.observe()
+    assert set(changes.evicted) == demoted and changes.demoted_hashes == []
+
+
 # ---- observation ---------------------------------------------------------------------------------
 
 
@@ -619,6 +642,7 @@ def grammars_are_compiled_by_other_threads(kit: EngineKit) -> None:
 TIER_CHECKS: tuple[Callable[[EngineKit], None], ...] = (
     what_tiers_hold_is_staged_too,
     a_low_pool_pins_what_tiers_shall_copy,
+    what_only_the_tiers_hold_is_told_as_demoted,
 )
 #: For every engine.
 CHECKS: tuple[Callable[[EngineKit], None], ...] = (

@@ -239,6 +239,68 @@ def test_a_worker_that_evicted_the_prefix_is_not_preferred() -> None:
     assert rig.ask("r", hashes=HASHES).prefill_worker == "prefill/a"
 
 
+def tiered_rig(load_token_s: float) -> Rig:
+    """Prefill worker b has had a prompt's 8 blocks, and has demoted the last 4 of them."""
+    rig = Rig("prefill/a", "decode/x")
+    tiered_card = msgspec.structs.replace(card("prefill/b"), load_token_s=load_token_s)
+    rig.send(e.WorkerJoined(tiered_card, 0, HASHES[:4], demoted_hashes=HASHES[4:]))
+    return rig
+
+
+def test_what_only_the_tiers_hold_is_a_hit_with_the_price_of_a_load() -> None:
+    rig = tiered_rig(load_token_s=1e-4)  # a token is computed in 5e-4 s
+    placed = rig.ask("r", prompt=640, hashes=[*HASHES, *own(0)[:2]])
+    assert (placed.prefill_worker, placed.hit_tokens) == ("prefill/b", 512)
+    (decision,) = rig.router.decisions.find("r")
+    assert decision.loaded_tokens == 256
+    assert decision.prefill_s == pytest.approx(256 * 1e-4 + 128 * 5e-4)
+
+
+def test_a_load_that_takes_longer_than_the_prompt_sends_it_elsewhere() -> None:
+    rig = tiered_rig(load_token_s=4e-3)
+    placed = rig.ask("r", prompt=640, hashes=[*HASHES, *own(0)[:2]])
+    assert (placed.prefill_worker, placed.hit_tokens) == ("prefill/a", 0)
+
+
+def test_reports_say_what_a_load_takes_and_what_has_come_back() -> None:
+    rig = tiered_rig(load_token_s=1e-4)
+    for number in range(1, 60):
+        rig.report("prefill/b", number, loaded_tokens=64, loading_seconds=64 * 3e-4)
+    rig.report("prefill/b", 60, stored=HASHES[4:6], demoted=HASHES[3:4])
+    rig.ask("r", prompt=640, hashes=[*HASHES, *own(0)[:2]])
+    (decision,) = rig.router.decisions.find("r")
+    assert decision.loaded_tokens == 5 * 64, "the pool holds the head alone"
+    assert decision.prefill_s == pytest.approx(320 * 3e-4 + 128 * 5e-4, rel=0.01)
+
+
+def test_a_prompt_that_waited_for_a_load_says_nothing_of_the_workers_speed() -> None:
+    rig = tiered_rig(load_token_s=1e-4)
+    rig.ask("r", prompt=640, hashes=[*HASHES, *own(0)[:2]])
+    rig.send(e.FirstTokenSent(("r", 0)), after=3.0)
+    assert rig.router.workers["prefill/b"].prefill_correction.factor == 1.0
+
+
+def test_a_peer_is_asked_for_what_its_pool_holds_only() -> None:
+    cost = Coefficients(
+        prefill_base=0.0,
+        prefill_token=1e-2,
+        prefill_pair=0.0,
+        step_base=0.01,
+        step_row=0.0,
+        step_weights=0.0,
+        step_token=0.0,
+        transfer_token=1e-6,
+    )
+    rig = Rig("decode/x")
+    for name in ("prefill/a", "prefill/b"):
+        joined = msgspec.structs.replace(card(name), cost=cost)
+        rig.send(e.WorkerJoined(joined, 0, []))
+    rig.report("prefill/b", 1, stored=HASHES)
+    rig.report("prefill/b", 2, demoted=HASHES[6:])
+    lost = rig.ask("r", prompt=640, hashes=[*HASHES, *own(0)[:2]], avoided_workers=["prefill/b"])
+    assert (lost.prefix_holder, lost.hit_tokens) == ("prefill/b", 6 * 64)
+
+
 def test_avoided_workers_are_avoided_while_there_are_others(rig: Rig) -> None:
     for index in range(6):
         avoid = ["prefill/a", "decode/x"]

@@ -248,14 +248,16 @@ class World(RuleBasedStateMachine):
         speed=st.sampled_from([0.01, 1.0, 50.0]),
         waiting=st.sampled_from([0, 0, 1]),
         ended=st.integers(0, 2),
+        demoted=hashes,
     )
-    def report(self, worker, stored, evicted, gap, speed, waiting, ended) -> None:
+    def report(self, worker, stored, evicted, gap, speed, waiting, ended, demoted) -> None:
         if worker not in self.joined:
             return
         number = self.joined[worker] + (2 if gap else 1)
         told = WorkerReport(
             number, 0, stored, evicted, 640, 0.5 * speed, 2, 900, 50, 0.7 * speed, waiting
         )
+        told = msgspec.structs.replace(told, demoted=demoted, loaded_tokens=64, loading_seconds=0.1)
         life = self.life(worker)
         over = [key for key, (at, _) in self.foreign.items() if at == life][:ended]
         ours = [key for key, (at, _) in self.blocks.items() if at == life]

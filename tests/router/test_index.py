@@ -176,3 +176,66 @@ def test_it_agrees_with_a_set_per_worker(steps) -> None:
             assert hits.deepest == max(expected.values(), default=0)
             assert made.stands(hits, wanted)
     assert len(made) == sum(map(len, held.values()))
+
+
+# ---- tiers ---------------------------------------------------------------------------------------
+
+
+def pooled(made: PrefixIndex, slot: int, hashes: list[bytes]) -> int:
+    exact = made.match(hashes).pooled_depth(slot)
+    assert made.find(hashes).pooled_depth(slot) == exact
+    return exact
+
+
+def test_a_demoted_prefix_is_held_but_not_in_the_pool() -> None:
+    made = index(x=[A, B, C, D], y=[A, B, C, D])
+    made.demote(0, [C, D])
+    assert depths(made, [A, B, C, D]) == {"x": 4, "y": 4}
+    assert [pooled(made, slot, [A, B, C, D]) for slot in range(2)] == [2, 4]
+    assert made.demoted_hashes(0) == [C, D]
+
+
+def test_a_demoted_prefix_that_comes_back_or_is_gone_is_demoted_no_more() -> None:
+    made = index(x=[A, B, C])
+    made.demote(0, [B, C])
+    made.store(0, [B])
+    assert pooled(made, 0, [A, B, C]) == 2
+    made.evict(0, [C])
+    assert depths(made, [A, B, C]) == {"x": 2} and made.demoted_hashes(0) == []
+    made.demote(0, [B])
+    made.drop(0)
+    made.store(0, [A, B])
+    assert pooled(made, 0, [A, B]) == 2
+
+
+def test_a_prediction_does_not_bring_a_demoted_prefix_back() -> None:
+    made = index(x=[A, B])
+    made.demote(0, [B])
+    made.predict(0, [A, B], now=0.0)
+    assert pooled(made, 0, [A, B]) == 1
+    made.expire(1e9)
+    assert depths(made, [A, B]) == {"x": 2}
+
+
+def test_what_a_worker_demotes_unheard_is_held() -> None:
+    made = PrefixIndex()
+    made.demote(0, [A, B])
+    assert depths(made, [A, B]) == {"x": 2} and pooled(made, 0, [A, B]) == 0
+
+
+def test_entries_beyond_the_bound_are_demoted_no_more() -> None:
+    made = PrefixIndex(per_worker=2)
+    made.demote(0, [A, B])
+    made.store(0, [C, D])
+    assert made.held_count(0) == 2 and made.demoted_hashes(0) == []
+
+
+@given(count=st.integers(1, 40), held=st.integers(0, 40), in_pool=st.integers(0, 40))
+def test_what_the_pool_holds_of_a_prefix_is_found_wherever_it_ends(
+    count: int, held: int, in_pool: int
+) -> None:
+    hashes = [bytes([number]) for number in range(count)]
+    made = PrefixIndex()
+    made.store(0, hashes[:held])
+    made.demote(0, hashes[in_pool:held])
+    assert pooled(made, 0, hashes) == min(count, held, in_pool)

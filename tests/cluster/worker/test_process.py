@@ -117,11 +117,12 @@ def test_a_card_says_on_how_many_gpus_the_worker_runs_and_how_long_a_context_fit
         pool="decode",
         replica="own",
         lifecycle=WorkerLifecycle("decode"),
-        core=SimpleNamespace(engine=engine),
+        core=SimpleNamespace(engine=engine, load_token_s=2e-6),
         _pool_config=config.pools.decode,
     )
     card = WorkerProcess._describe(process, "host:1", "", [])
     assert (card.tensor_parallel, card.max_model_len) == (2, 6336)
+    assert card.load_token_s == 2e-6
 
 
 class EmptyCore:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diptych.cluster.worker.reporting import WorkerReporter
+from diptych.cluster.worker.reporting import TierLoads, WorkerReporter
 from diptych.engine.commands import EngineObservation
 from diptych.protos.frames import WorkerCard
 
@@ -63,3 +63,22 @@ def test_reports_are_counted_from_each_introduction_on() -> None:
     reporter.joining(OBSERVATION, CARD, 0, [])
     report = reporter.report(replace(OBSERVATION, prefill_tokens=80), [])
     assert report is not None and report.seq == 1
+
+
+def test_what_only_the_tiers_hold_is_introduced_and_reported() -> None:
+    reporter = WorkerReporter()
+    held = replace(OBSERVATION, demoted_hashes=[b"b"], demoted=[b"b"])
+    assert reporter.joining(held, CARD, 3, []).demoted_hashes == [b"b"]
+    later = replace(OBSERVATION, demoted_hashes=[b"b", b"a"], demoted=[b"a"])
+    report = reporter.report(later, [])
+    assert report is not None and report.demoted == [b"a"]
+
+
+def test_loads_are_reported_as_the_difference_to_the_last_report() -> None:
+    reporter = introduced()
+    assert reporter.report(OBSERVATION, [], TierLoads(64, 0.5)) is None, "later, with other news"
+    changed = replace(OBSERVATION, free_blocks=99)
+    report = reporter.report(changed, [], TierLoads(128, 0.75))
+    assert report is not None and (report.loaded_tokens, report.loading_seconds) == (128, 0.75)
+    report = reporter.report(OBSERVATION, [], TierLoads(192, 1.0))
+    assert report is not None and (report.loaded_tokens, report.loading_seconds) == (64, 0.25)

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 from diptych.cluster.config import TierSettings
 from diptych.cluster.worker.tiering import Tiering
-from diptych.engine.commands import BlockDemoted, DemoteBlocks
+from diptych.engine.commands import (
+    BlockDemoted,
+    BlocksLeftTiers,
+    BlocksLoaded,
+    DemoteBlocks,
+    LoadBlocks,
+)
 from diptych.engine.engine import no_tier_blocks
 
 BLOCK_BYTES = 64 << 10
@@ -30,8 +36,11 @@ def stand_in_engine(block_bytes: int = BLOCK_BYTES) -> Any:
     )
 
 
-def open_tiers(engine: Any) -> tuple[Tiering, queue.SimpleQueue[BlockDemoted]]:
-    answers: queue.SimpleQueue[BlockDemoted] = queue.SimpleQueue()
+Answers = queue.SimpleQueue[BlockDemoted | BlocksLeftTiers]
+
+
+def open_tiers(engine: Any) -> tuple[Tiering, Answers]:
+    answers: Answers = queue.SimpleQueue()
     settings = TierSettings(memory_mib=1)
     return Tiering("prefill", engine, settings, lambda loaded: None, answers.put), answers
 
@@ -44,6 +53,7 @@ def test_tiers_that_have_ended_are_taken_from_the_engine() -> None:
     assert answers.get(timeout=10) == BlockDemoted(1, copied=True)
     assert engine.count_tier_blocks(CONTENTS) == 1
     tiering.close()
+    assert answers.get(timeout=10) == BlocksLeftTiers(CONTENTS[:1])
     tiering.demote(DemoteBlocks([(2, CONTENTS[1])]))
     assert answers.get(timeout=10) == BlockDemoted(2, copied=False)
     assert engine.count_tier_blocks is no_tier_blocks
@@ -52,6 +62,33 @@ def test_tiers_that_have_ended_are_taken_from_the_engine() -> None:
 def test_a_memory_tier_smaller_than_a_block_is_refused_in_words() -> None:
     with pytest.raises(ValueError, match=r"kv_tiers\.memory_mib must be at least 3"):
         open_tiers(stand_in_engine((2 << 20) + 1))
+
+
+def test_the_engine_hears_of_what_the_tiers_drop() -> None:
+    tiering, answers = open_tiers(stand_in_engine(block_bytes=768 << 10))  # memory holds one
+    for number, content in enumerate(CONTENTS):
+        tiering.demote(DemoteBlocks([(number, content)]))
+        heard = [answers.get(timeout=10) for _ in range(1 + number)]
+        assert BlockDemoted(number, copied=True) in heard
+    assert heard[0] == BlocksLeftTiers(CONTENTS[:1])
+    tiering.close()
+
+
+def test_a_load_is_measured_and_counted() -> None:
+    engine = stand_in_engine()
+    loaded: queue.SimpleQueue[BlocksLoaded] = queue.SimpleQueue()
+    stored: Answers = queue.SimpleQueue()
+    tiering = Tiering("prefill", engine, TierSettings(memory_mib=1), loaded.put, stored.put)
+    assert 0 < tiering.measure_load_s() < 1
+    tiering.load(LoadBlocks(("r", 0), 0, CONTENTS[:1], [1]))
+    assert loaded.get(timeout=10).block_count == 0
+    assert (tiering.loaded_blocks, tiering.loading_s) == (0, 0.0), "a miss is no load"
+    tiering.demote(DemoteBlocks([(1, CONTENTS[0])]))
+    stored.get(timeout=10)
+    tiering.load(LoadBlocks(("r", 0), 0, CONTENTS[:1], [2]))
+    assert loaded.get(timeout=10).block_count == 1
+    tiering.close()
+    assert tiering.loaded_blocks == 1 and tiering.loading_s > 0
 
 
 def claim(root: Path) -> tuple[Path | None, Tiering]:

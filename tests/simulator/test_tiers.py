@@ -1,0 +1,188 @@
+"""Tiers of KV below simulated pools: what they hold, what a load takes, and what a router makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from diptych.engine.blocks import BlockPool
+from diptych.simulator.attempt import SimulatedAttempt
+from diptych.simulator.errors import SimulationError
+from diptych.simulator.fleet import Fleet, Split
+from diptych.simulator.sim import Setting, Simulation
+from diptych.simulator.tiers import SimulatedTiers, TierSizes, WorkerTiers, put_below
+from diptych.simulator.trace import Trace, TraceRequest
+from diptych.simulator.worker import SimulatedWorker
+
+from .support import SIMPLE
+from .test_worker import TRACE, attempt_at
+
+NAMES = [b"%d" % number for number in range(8)]
+GIB = 1 << 30
+#: of 4 blocks in memory, and 8 with those on disk
+TIERS = WorkerTiers(memory_tokens=256, disk_tokens=512, memory_token_s=1e-4, disk_token_s=1e-3)
+
+
+# ---- sizes and speeds ----------------------------------------------------------------------------
+
+
+def test_sizes_are_read_with_and_without_speeds() -> None:
+    sizes = TierSizes.parse("memory=0.5TiB@40GB/s, disk=2TiB")
+    assert sizes == TierSizes(512 * GIB, 2048 * GIB, 40e9, None)
+    assert str(sizes) == "memory=512GiB,disk=2048GiB"
+    assert TierSizes.parse("") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["disk=1TiB", "memory=0GiB", "memory=1GB", "memory=1GiB,memory=2GiB", "memory=1GiB@0GB/s"],
+)
+def test_what_is_no_tier_is_refused_in_words(text: str) -> None:
+    with pytest.raises(SimulationError, match="tiers"):
+        TierSizes.parse(text)
+
+
+def test_a_worker_has_the_speed_of_all_its_gpus() -> None:
+    tiers = TierSizes(100 * GIB, 0.0).of_worker(kv_token_bytes=GIB, gpus=4)
+    assert tiers.memory_tokens == 100 and tiers.disk_tokens == 0
+    assert tiers.memory_token_s == pytest.approx(GIB / (4 * 30e9))
+
+
+def test_workers_whose_kv_size_is_not_known_get_no_tiers() -> None:
+    with pytest.raises(SimulationError, match="not measured"):
+        Fleet(((SIMPLE, 1),)).with_tiers(TierSizes(GIB))
+    with pytest.raises(SimulationError, match="does not hold"):
+        TierSizes(1.0).of_worker(kv_token_bytes=2.0, gpus=1)
+
+
+# ---- what they hold ------------------------------------------------------------------------------
+
+
+def test_memory_keeps_what_was_used_last_and_the_disk_more() -> None:
+    tiers = SimulatedTiers(TIERS, block_tokens=64)
+    assert [tiers.store(name) for name in NAMES] == [[]] * 8
+    assert tiers.store(b"new") == NAMES[:1]
+    assert tiers.count_held(NAMES) == 0 and tiers.count_held(NAMES[1:]) == 7
+    assert tiers.load(NAMES[1:2], now=5.0) == pytest.approx(5.0 + 64 * 1e-3), "from disk"
+    assert tiers.load(NAMES[1:2], now=9.0) == pytest.approx(9.0 + 64 * 1e-4), "it was used"
+
+
+def test_loads_go_one_after_the_other() -> None:
+    tiers = SimulatedTiers(TIERS, block_tokens=64)
+    for name in NAMES[:2]:
+        tiers.store(name)
+    assert tiers.load(NAMES[:2], now=1.0) == pytest.approx(1.0 + 128e-4)
+    assert tiers.load(NAMES[:1], now=1.0) == pytest.approx(1.0 + 192e-4)
+
+
+def test_an_evicted_block_is_demoted_and_in_the_end_evicted() -> None:
+    small = WorkerTiers(memory_tokens=64, disk_tokens=0, memory_token_s=0.0, disk_token_s=0.0)
+    pool = BlockPool(2)
+    put_below(pool, SimulatedTiers(small, 64))
+    for name in NAMES[:3]:
+        blocks = pool.allocate(1) or []
+        pool.publish(blocks[0], name)
+        pool.release(blocks)
+        changes = pool.drain_events()
+    assert changes == (NAMES[2:3], NAMES[:1], NAMES[1:2])
+    pool.validate()
+
+
+# ---- a worker ------------------------------------------------------------------------------------
+
+
+def tiered_worker() -> SimulatedWorker:
+    shape = replace(SIMPLE, kv_tokens=8 * 64, chunk_tokens=8192, tiers=TIERS)
+    return SimulatedWorker("decode/0", "decode", shape, TRACE, 0.045, 0.05)
+
+
+def served(worker: SimulatedWorker, prompt: int, blocks: list[int]) -> SimulatedAttempt:
+    """Serves a prompt, from its load on; returns its attempt."""
+    attempt = attempt_at(prompt, 1, blocks)
+    attempt.decode_worker = attempt.prefill_worker = worker.name
+    ready_at = worker.load_prefix(attempt)
+    worker.set_time(ready_at)
+    worker.add_prompt(attempt)
+    while worker.next_event_at < float("inf"):
+        worker.settle(worker.next_event_at)
+    return attempt
+
+
+def test_a_prompt_finds_what_was_evicted_after_a_load() -> None:
+    worker = tiered_worker()
+    served(worker, 257, [1, 2, 3, 4])
+    served(worker, 450, [11, 12, 13, 14, 15, 16])
+    again = attempt_at(257, 1, [1, 2, 3, 4])
+    held = worker.held_tokens(again.request)
+    assert worker.cached_tokens(again.request) < held == 256
+    began = worker.now
+    report = worker.report(began)
+    assert report.demoted and report.loaded_tokens == 0
+    loaded_tokens = held - worker.cached_tokens(again.request)
+    again = served(worker, 257, [1, 2, 3, 4])
+    assert again.hit_tokens == 256
+    # one token is computed, in 1 ms
+    assert again.filled_at == pytest.approx(began + loaded_tokens * 1e-4 + 1e-3, abs=2e-3)
+    report = worker.report(worker.now)
+    assert report.loaded_tokens == loaded_tokens
+    assert report.loading_seconds == pytest.approx(loaded_tokens * 1e-4)
+    assert set(report.stored) & {b"3", b"4"}
+
+
+def test_without_tiers_nothing_is_loaded() -> None:
+    worker = SimulatedWorker("decode/0", "decode", SIMPLE, TRACE, 0.045, 0.05)
+    attempt = attempt_at(257, 1, [1, 2, 3, 4])
+    assert worker.load_prefix(attempt) == worker.now and attempt.fetched_tokens == 0
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+def conversations(count: int = 40, turns: int = 4) -> Trace:
+    """Conversations in turn, whose prompts are 4 blocks longer with each turn."""
+    requests = [
+        TraceRequest(
+            float(turn * count + number),
+            256 * (turn + 1),
+            8,
+            prompt_blocks=tuple(number * 100 + block for block in range(4 * (turn + 1))),
+        )
+        for turn in range(turns)
+        for number in range(count)
+    ]
+    return Trace("conversations", requests, 64)
+
+
+def run(tiers: WorkerTiers | None) -> tuple[Simulation, list]:
+    trace = conversations()
+    hardware = replace(SIMPLE, kv_tokens=64 * 40, tiers=tiers)
+    simulation = Simulation(Setting(Fleet(((hardware, 3),)), Split(2, 1)), trace, seed=0)
+    outcomes = simulation.run(trace.workload(trace.rate, 0))
+    assert outcomes is not None
+    return simulation, outcomes
+
+
+def test_tiers_turn_misses_into_hits_that_the_router_knows() -> None:
+    ample = WorkerTiers(1 << 20, 0, memory_token_s=1e-5, disk_token_s=0.0)
+    _, without = run(None)
+    simulation, with_tiers = run(ample)
+    hits = [
+        sum(outcome.cached_tokens for outcome in outcomes) for outcomes in (without, with_tiers)
+    ]
+    assert hits[1] > 3 * hits[0] + 10_000
+    ttft = [sum(outcome.ttft_s for outcome in outcomes) for outcomes in (without, with_tiers)]
+    assert ttft[1] < ttft[0]
+    # Each conversation's later turns go where its KV is, in the pool or below.
+    assert hits[1] >= 0.9 * simulation.router.hit_tokens
+    for worker in simulation.workers.values():
+        worker.has_changed = True
+    simulation._report(None)  # what happened since the last report
+    for worker in simulation.workers.values():
+        worker.pool.validate()
+        slot = simulation.router.workers[worker.name].slot
+        known = set(simulation.router.index.demoted_hashes(slot))
+        assert known and known == set(worker.pool.demoted_hashes())
+
+
+def test_equal_runs_with_tiers_are_equal() -> None:
+    assert run(TIERS)[1] == run(TIERS)[1]

@@ -94,10 +94,11 @@ class DecodeAttempt:
 class DecodeRole:
     """All attempts of one decode worker, and the prefixes that it fetches and serves."""
 
-    def __init__(self, name: str, block_tokens: int) -> None:
+    def __init__(self, name: str, block_tokens: int, has_tiers: bool = False) -> None:
+        """`has_tiers`: there are tiers below the KV pool."""
         self.name = name  #: The worker's id, by which gateways hear of failures.
         self.block_tokens = block_tokens  #: Tokens of a block in this worker's KV pool.
-        self.prefixes = PrefixExchange(block_tokens)
+        self.prefixes = PrefixExchange(block_tokens, has_tiers)
         self.attempts: dict[str, DecodeAttempt] = {}  #: By ticket id.
 
     def submit(
@@ -105,16 +106,14 @@ class DecodeRole:
         gateway: str,
         frame: StartDecode,
         block_hashes: list[bytes],
-        has_tiers: bool = False,
         deadline_s: float = 0.0,
     ) -> list[DecodeAction]:
         """Begins a gateway's new attempt. A duplicate changes nothing.
 
-        `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
-        there are tiers below the pool. `deadline_s` is when the first token is due, by the same
-        clock for all attempts of this worker; 0: no deadline. The engine computes preempted prompts
-        first, then the new one with the lowest `deadline_s`; a prompt without a deadline counts as
-        urgent. Prompts whose deadline has passed go last.
+        `block_hashes` are the content hashes of the full blocks of the frame's ids. `deadline_s` is
+        when the first token is due, by the same clock for all attempts of this worker; 0: no deadline.
+        The engine computes preempted prompts first, then the new one with the lowest `deadline_s`; a
+        prompt without a deadline counts as urgent. Prompts whose deadline has passed go last.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:
@@ -129,7 +128,7 @@ class DecodeRole:
             open_answers=set(range(frame.sampling.n)),
         )
         if local_prefill:
-            return [*self.prefixes.begin_sequence(sequence, frame.prefix_holder, has_tiers)]
+            return [*self.prefixes.begin_sequence(sequence, frame.prefix_holder)]
         return [ReserveBlocks(sequence)]
 
     def handle(self, event: RoleEvent) -> list[DecodeAction]:

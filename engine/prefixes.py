@@ -14,7 +14,8 @@ Life of a fetch, before a prompt is computed:
               failed, the prompt is computed at once; its blocks wait until no write can land.
 
 Serving a peer: `PrefixRequested` pins what the pool holds (`StagePrefix`), the blocks are pushed,
-and `PushEnded` releases them.
+and `PushEnded` releases them. Where there are tiers, what they hold behind that is loaded into the
+pool and cached first. The peer waits meanwhile: it has offered its blocks already.
 
 A *probe* moves blocks of no meaning in the same way, to see whether and how fast they move: both
 ends stage blocks and release them afterwards, and nothing is cached.
@@ -75,6 +76,15 @@ class PrefixFetch:
     tiers_asked: bool = False  #: The tiers have loaded what they could.
 
 
+@dataclass(slots=True)
+class ServedPrefix:
+    """A prefix that is served to a peer, or blocks for its probe."""
+
+    peer: str  #: The worker that asked.
+    hashes: list[bytes]  #: Content hashes of the prefix's blocks; empty for a probe.
+    asks_tiers: bool  #: It waits for what the tiers hold of it.
+
+
 @dataclass(frozen=True, slots=True)
 class ProbeEnded:
     """A probe is over: the leading `tokens` tokens came, or none and a reason."""
@@ -117,21 +127,20 @@ class PrefixExchange:
     and at once by `cancel`.
     """
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, has_tiers: bool = False) -> None:
         self.block_tokens = block_tokens  #: Tokens of a block in this worker's pool.
+        self.has_tiers = has_tiers  #: There are tiers below the pool.
         self.fetches: dict[AttemptKey, PrefixFetch] = {}  #: By the key of the fetch.
         self.probes: dict[AttemptKey, RunningProbe] = {}  #: By the key of the fetch.
-        self.asking_peers: dict[AttemptKey, str] = {}  #: Of served prefixes, by the peer's key.
+        self.served: dict[AttemptKey, ServedPrefix] = {}  #: By the peer's key.
 
-    def begin_sequence(
-        self, sequence: Sequence, peer: str | None, has_tiers: bool
-    ) -> list[PrefixAction]:
+    def begin_sequence(self, sequence: Sequence, peer: str | None) -> list[PrefixAction]:
         """Fetches the sequence's prefix before the sequence is added.
 
-        `peer` may hold more of the prefix than this pool; `has_tiers`: there are tiers below it.
+        `peer` may hold more of the prefix than this pool.
         """
         hashes = sequence.block_hashes[: sequence.cacheable_tokens // self.block_tokens]
-        if not hashes or not (peer or has_tiers):
+        if not hashes or not (peer or self.has_tiers):
             return [AddSequence(sequence)]
         key = _marked(sequence.attempt_key, FETCH_MARK)
         token_ids = tuple(sequence.token_ids[: len(hashes) * self.block_tokens])
@@ -170,7 +179,7 @@ class PrefixExchange:
 
     def has_staged(self, key: AttemptKey) -> bool:
         """Returns whether blocks staged under this key belong to a fetch, a probe or a peer."""
-        return key in self.fetches or key in self.probes or _unmarked(key) in self.asking_peers
+        return key in self.fetches or key in self.probes or _unmarked(key) in self.served
 
     def handle(self, event: PrefixEvent) -> list[PrefixAction]:
         """Takes answers of the engine and the tiers, and outcomes of prefix tickets."""
@@ -180,6 +189,9 @@ class PrefixExchange:
             case PrefixStaged():
                 return self._handle_staged(event)
             case BlocksLoaded(key, block_count):
+                if key[0].endswith(SERVE_MARK):
+                    served = self.served[_unmarked(key)]
+                    return [CachePrefix(key, block_count), _stage_served(key, served)]
                 return self._handle_loaded(key, block_count)
             case BlocksArrived(ticket_id, _, tokens, busy_s):
                 key = attempt_key_of(ticket_id)
@@ -196,7 +208,7 @@ class PrefixExchange:
                 return [ReleaseSequence(key)]
             case PushEnded(ticket_id):
                 key = attempt_key_of(ticket_id)
-                self.asking_peers.pop(key, None)
+                self.served.pop(key, None)
                 return [ReleaseSequence(_marked(key, SERVE_MARK))]
             case _:
                 assert_never(event)
@@ -205,7 +217,7 @@ class PrefixExchange:
         """Goes on with a fetch, a probe or a served prefix, whose blocks are staged now."""
         key = staged.attempt_key
         if key[0].endswith(SERVE_MARK):
-            return self._serve(_unmarked(key), staged.blocks)
+            return self._serve(_unmarked(key), staged)
         if key in self.probes:
             return self._offer_probe(key, staged.blocks)
         return self._fetch(key, staged)
@@ -217,20 +229,17 @@ class PrefixExchange:
         fetch = self.fetches[key]
         if fetch.sequence is None or not staged.blocks:
             return self._end_fetch(key, 0)
-        held_blocks = staged.held_blocks
-        tier_end = held_blocks + staged.tier_blocks
         # Without a peer, blocks were staged for the tiers' part alone. A peer may hold nothing of
         # the prefix any more, so what the own tiers hold is not asked of it.
         if fetch.peer is None or (staged.tier_blocks and not fetch.tiers_asked):
             fetch.tiers_asked = True
-            hashes = fetch.hashes[held_blocks:tier_end]
-            return [LoadBlocks(key, held_blocks, hashes, staged.blocks[held_blocks:tier_end])]
+            return [_load_from_tiers(staged, fetch.hashes)]
         offer = OfferBlocks(
             ticket_id_of(key),
             fetch.peer,
             staged.blocks,
             tokens=len(staged.blocks) * self.block_tokens,
-            held_tokens=held_blocks * self.block_tokens,
+            held_tokens=staged.held_blocks * self.block_tokens,
             hashes=tuple(fetch.hashes),
         )
         return [offer]
@@ -302,18 +311,32 @@ class PrefixExchange:
     def _stage_for_peer(self, request: PrefixRequested) -> list[PrefixAction]:
         """Stages what a peer asks for: the prefix as far as it is here, or blocks for a probe."""
         key = attempt_key_of(request.ticket_id)
-        self.asking_peers[key] = request.peer
         probe_tokens = _probe_tokens(request.hashes)
         served_key = _marked(key, SERVE_MARK)
         if probe_tokens is not None:
+            self.served[key] = ServedPrefix(request.peer, [], asks_tiers=False)
             return [StagePrefix(served_key, [], peer_blocks=probe_tokens // self.block_tokens)]
-        return [StagePrefix(served_key, list(request.hashes), pin_only=True)]
+        served = ServedPrefix(request.peer, list(request.hashes), asks_tiers=self.has_tiers)
+        self.served[key] = served
+        if served.asks_tiers:
+            return [StagePrefix(served_key, served.hashes)]
+        return [_stage_served(served_key, served)]
 
-    def _serve(self, key: AttemptKey, blocks: list[int]) -> list[PrefixAction]:
-        """Pushes the staged blocks at once: their KV is complete."""
+    def _serve(self, key: AttemptKey, staged: PrefixStaged) -> list[PrefixAction]:
+        """Pushes the staged blocks at once, as their KV is complete; loads what is missing first.
+
+        Without room in the pool for what the tiers hold, the peer gets what the pool has.
+        """
+        served = self.served[key]
+        if served.asks_tiers:
+            served.asks_tiers = False
+            if staged.blocks and staged.tier_blocks:
+                return [_load_from_tiers(staged, served.hashes)]
+            return [_stage_served(staged.attempt_key, served)]
+        blocks = staged.blocks
         ticket_id = ticket_id_of(key)
         tokens = len(blocks) * self.block_tokens
-        expect = ExpectOffer(ticket_id, self.asking_peers[key], tokens)
+        expect = ExpectOffer(ticket_id, served.peer, tokens)
         if not blocks:
             return [expect, CancelTransfer(ticket_id, "not_held")]
         return [expect, PushBlocks(ticket_id, 0, blocks), FinishPush(ticket_id, b"")]
@@ -334,6 +357,19 @@ def _stage_fetch(key: AttemptKey, fetch: PrefixFetch) -> StagePrefix:
         token_ids=fetch.token_ids,
         cache_partition=fetch.cache_partition,
     )
+
+
+def _stage_served(key: AttemptKey, served: ServedPrefix) -> StagePrefix:
+    """Returns the command that pins what the pool holds of a prefix for a peer."""
+    return StagePrefix(key, served.hashes, pin_only=True)
+
+
+def _load_from_tiers(staged: PrefixStaged, hashes: list[bytes]) -> LoadBlocks:
+    """Returns the command that loads what the tiers hold of a prefix with these hashes."""
+    held_blocks = staged.held_blocks
+    tier_end = held_blocks + staged.tier_blocks
+    blocks = staged.blocks[held_blocks:tier_end]
+    return LoadBlocks(staged.attempt_key, held_blocks, hashes[held_blocks:tier_end], blocks)
 
 
 def _probe_hash(tokens: int) -> bytes:

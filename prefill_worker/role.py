@@ -76,10 +76,10 @@ class PrefillAttempt:
 class PrefillRole:
     """All attempts of one prefill worker, and the prefixes that it fetches and serves."""
 
-    def __init__(self, name: str, block_tokens: int) -> None:
-        """`block_tokens`: tokens of a block in this worker's KV pool."""
+    def __init__(self, name: str, block_tokens: int, has_tiers: bool = False) -> None:
+        """`block_tokens`: tokens of a block in the KV pool. `has_tiers`: there are tiers below it."""
         self.name = name  #: The worker's id, by which gateways hear of failures.
-        self.prefixes = PrefixExchange(block_tokens)
+        self.prefixes = PrefixExchange(block_tokens, has_tiers)
         self.attempts: dict[str, PrefillAttempt] = {}  #: By ticket id.
 
     def submit(
@@ -87,16 +87,14 @@ class PrefillRole:
         gateway: str,
         frame: StartPrefill,
         block_hashes: list[bytes],
-        has_tiers: bool = False,
         deadline_s: float = 0.0,
     ) -> list[PrefillAction]:
         """Begins a gateway's new attempt. A duplicate changes nothing.
 
-        `block_hashes` are the content hashes of the full blocks of the frame's ids. `has_tiers`:
-        there are tiers below the pool. `deadline_s` is when the first token is due, by the same
-        clock for all attempts of this worker; 0: no deadline. The engine computes preempted prompts
-        first, then the new one with the lowest `deadline_s`; a prompt without a deadline counts as
-        urgent. Prompts whose deadline has passed go last.
+        `block_hashes` are the content hashes of the full blocks of the frame's ids. `deadline_s` is
+        when the first token is due, by the same clock for all attempts of this worker; 0: no deadline.
+        The engine computes preempted prompts first, then the new one with the lowest `deadline_s`; a
+        prompt without a deadline counts as urgent. Prompts whose deadline has passed go last.
         """
         ticket_id = ticket_id_of(frame.attempt_key)
         if ticket_id in self.attempts:
@@ -108,7 +106,7 @@ class PrefillRole:
         expect = ExpectOffer(ticket_id, frame.decode_worker, tokens=len(frame.token_ids))
         # The sequence goes first: if the decode worker is lost, the answer to `expect` is
         # `PushEnded` at once, and the engine must not be told to release what it gets later.
-        return [*self.prefixes.begin_sequence(sequence, frame.prefix_holder, has_tiers), expect]
+        return [*self.prefixes.begin_sequence(sequence, frame.prefix_holder), expect]
 
     def handle(self, event: RoleEvent) -> list[PrefillAction]:
         """Takes what happened on this worker, and returns what the worker is to do about it.

@@ -74,6 +74,9 @@ def plan_prefill(request: QueuedRequest, worker: WorkerState) -> PrefillPlan:
         return PrefillPlan(computed_s, computed_s, cached_tokens, loaded_tokens, None)
     rest_s = load_s + worker.cost.prefill_s(prompt_tokens - request.held_tokens, prompt_tokens)
     fetch_s = FETCH_S + holder.cost.transfer_token * fetched_tokens
+    # The holder loads first what only its tiers have.
+    holder_loads = request.held_tokens - request.pooled_tokens(holder)
+    fetch_s += holder.load_token_s * holder_loads
     compared_s = rest_s + FETCH_MARGIN * fetch_s
     if compared_s >= computed_s or not holder.alive:
         return PrefillPlan(computed_s, computed_s, cached_tokens, loaded_tokens, None)

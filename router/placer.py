@@ -244,8 +244,7 @@ class Placer:
         request.held_tokens = 0
         request.fetchable = False
         if request.holder is not None:
-            # A peer sends what its pool holds, not what it would have to load first.
-            held_tokens = tokens_at(request.hits.pooled_depth(request.holder.slot))
+            held_tokens = tokens_at(request.hits.deepest)
             # The last token is computed in any case: its logits give the answer's first token.
             request.held_tokens = min(held_tokens, request.prompt_tokens - 1)
             # A cost of 0 is not known yet: without it nobody can tell whether a fetch pays.

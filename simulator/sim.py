@@ -492,11 +492,12 @@ class Simulation:
         """Moves a prefix that another worker holds over the links; returns when it is there."""
         request = attempt.request
         sink, _ = self._workers_of(attempt)
-        held_tokens = min(source.cached_tokens(request), attempt.context_tokens - 1)
+        held_tokens = min(source.held_tokens(request), attempt.context_tokens - 1)
         moved_tokens = held_tokens - sink.held_tokens(request)
         if moved_tokens <= 0 or not source.is_alive:
             return begins_at
         attempt.fetched_tokens = held_tokens
+        begins_at = source.serve_prefix(attempt, begins_at)
         costs = (source.cost, sink.cost)
         starts_at = max(begins_at, source.link_out_free_at, sink.link_in_free_at)
         ends_at = starts_at + moved_tokens * max(cost.transfer_token for cost in costs)

@@ -143,20 +143,41 @@ class SimulatedWorker:
 
         `add_prompt` finds it then. That is now where the tiers hold nothing that the pool lacks.
         """
-        if self.tiers is None:
-            return self.now
+        held_blocks, ready_at = self._load(self._cacheable_blocks(attempt), self.now)
+        if ready_at > self.now:
+            attempt.fetched_tokens = max(attempt.fetched_tokens, held_blocks * self.block_tokens)
+        return ready_at
+
+    def serve_prefix(self, attempt: SimulatedAttempt, now: float) -> float:
+        """Brings what the tiers hold of a prompt into the pool, for a peer; returns when it is there.
+
+        It is cached at once, which is a little early.
+        """
         names = self._cacheable_blocks(attempt)
+        held_blocks, ready_at = self._load(names, now)
+        if ready_at > now:
+            served_key = (f"{attempt.key[0]}/served", attempt.key[1])
+            self.scheduler.stage(served_key, names, held_blocks)
+            self.scheduler.cache_staged(served_key, held_blocks)
+        return ready_at
+
+    def _load(self, names: list[bytes], now: float) -> tuple[int, float]:
+        """Begins to load what the tiers hold behind the pool's part of a prefix.
+
+        Returns the prefix's leading blocks that the pool has then, and when that is.
+        """
         pool_blocks = self.pool.prefix_length(names)
+        if self.tiers is None:
+            return pool_blocks, now
         loaded_blocks = self.tiers.count_held(names[pool_blocks:])
         if not loaded_blocks:
-            return self.now
+            return pool_blocks, now
         held_blocks = pool_blocks + loaded_blocks
-        ready_at = self.tiers.load(names[pool_blocks:held_blocks], self.now)
+        ready_at = self.tiers.load(names[pool_blocks:held_blocks], now)
         self.loaded_tokens += loaded_blocks * self.block_tokens
-        self.loading_seconds += ready_at - self.now
+        self.loading_seconds += ready_at - now
         self.has_changed = True
-        attempt.fetched_tokens = max(attempt.fetched_tokens, held_blocks * self.block_tokens)
-        return ready_at
+        return held_blocks, ready_at
 
     def _cacheable_blocks(self, attempt: SimulatedAttempt) -> list[bytes]:
         """Returns the names of the prompt's full blocks, without the last token's: it is computed."""

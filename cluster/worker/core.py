@@ -212,7 +212,8 @@ class WorkerCore:
 
     def _make_role(self, role: str) -> PrefillRole | DecodeRole:
         machine = PrefillRole if role == "prefill" else DecodeRole
-        return machine(self.name, self.engine.kv_pool.layout.block_tokens)
+        block_tokens = self.engine.kv_pool.layout.block_tokens
+        return machine(self.name, block_tokens, has_tiers=self.tiering is not None)
 
     def become(self, role: str) -> None:
         """Take another role with the same engine, weights, blocks and transfers.
@@ -271,19 +272,14 @@ class WorkerCore:
             frame = msgspec.structs.replace(frame, prefix_holder=None)
         # A frame has the seconds that are left, as clocks of hosts differ; 0: no deadline.
         deadline_s = time.monotonic() + frame.deadline_s if frame.deadline_s else 0.0
-        has_tiers = self.tiering is not None
         actions: Collection[RoleAction]
         match frame:
             case frames.StartPrefill():
                 assert isinstance(self.role, PrefillRole), "the caller checks the role"
-                actions = self.role.submit(
-                    gateway, frame, hashes, has_tiers=has_tiers, deadline_s=deadline_s
-                )
+                actions = self.role.submit(gateway, frame, hashes, deadline_s=deadline_s)
             case frames.StartDecode():
                 assert isinstance(self.role, DecodeRole), "the caller checks the role"
-                actions = self.role.submit(
-                    gateway, frame, hashes, has_tiers=has_tiers, deadline_s=deadline_s
-                )
+                actions = self.role.submit(gateway, frame, hashes, deadline_s=deadline_s)
             case _:
                 assert_never(frame)
         self._carry_out(actions)

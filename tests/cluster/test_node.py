@@ -16,6 +16,7 @@ from diptych.cluster.config import ClusterConfig
 from diptych.cluster.worker import core as node_module
 from diptych.cluster.worker import cores
 from diptych.cluster.worker.core import WorkerCore
+from diptych.engine.blocks import BlockPool
 from diptych.engine.engine import LOW_POOL_DIVISOR
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
@@ -341,10 +342,14 @@ async def test_an_abort_while_a_prefix_is_fetched_leaves_nothing_behind(folder: 
         await bench.until(lambda: not bench.nodes["prefill/x"].role.attempts)
 
 
+def is_low(pool: BlockPool) -> bool:
+    return pool.free_blocks < pool.total_blocks // LOW_POOL_DIVISOR
+
+
 def copied(node: WorkerCore, ids: list[int]) -> bool:
     """The pool is not low, or the tiers have this prompt's blocks, on the disk too."""
     pool, tiers = node.engine.scheduler.pool, node.tiering.tiers
-    if pool.free_blocks >= pool.total_blocks // LOW_POOL_DIVISOR:
+    if not is_low(pool):
         return True
     hashes = block_hashes(ids, node._salt, node.engine.kv_pool.layout.block_tokens)
     return (
@@ -372,6 +377,32 @@ async def test_evicted_blocks_come_back_from_the_tiers_also_after_a_restart(
         await bench.until(lambda: stats()["disk"]["entries"] > 0)
         assert await bench.ask(prompts[0], "restarted") == answers[0]
         assert computed(bench, "prefill/x") < 500, "nothing came from the disk"
+
+
+async def test_a_peer_brings_up_what_only_its_tiers_hold(folder: Path) -> None:
+    tiers = {"memory_mib": 64}
+    async with opened(folder, kv_transfer={"transport": "tcp"}, kv_tiers=tiers) as bench:
+        holder = bench.nodes["decode/x"]
+        pool = holder.engine.scheduler.pool
+        ids = prompt(10, 500)
+        hashes = block_hashes(ids, holder._salt, holder.engine.kv_pool.layout.block_tokens)
+        expected = await bench.alone(ids, "first")
+        for index in range(pool.total_blocks // 3):
+            await bench.alone(prompt(11 + index, 500), f"other {index}")
+            await bench.until(
+                lambda: not is_low(pool) or holder.tiering.tiers.count_held_blocks(hashes) == 7
+            )
+        assert pool.prefix_length(hashes) < len(hashes), "the prompt is still in the pool"
+        assert set(hashes[pool.prefix_length(hashes) :]) <= set(pool.demoted_hashes())
+        assert holder.load_token_s > 0
+        before = received(bench, "prefill/x")
+        assert await bench.ask(ids, "again", prefix_holder="decode/x") == expected
+        assert received(bench, "prefill/x") > before
+        assert computed(bench, "prefill/x") < 100, "the rest of the last block is computed"
+        assert pool.prefix_length(hashes) == len(hashes), "it is in the holder's pool again"
+        assert not pool.demoted_hashes() or not set(hashes) & set(pool.demoted_hashes())
+        loads = holder.tier_loads()
+        assert loads is not None and loads.tokens > 0 and loads.seconds > 0
 
 
 def flip(file: Path) -> None:

@@ -130,9 +130,9 @@ HASHES = [bytes([index]) * 16 for index in range(10)]
 
 def staged_fetch(peer: str | None) -> tuple[PrefixExchange, StagePrefix, Sequence]:
     """A worker whose prompt has a prefix of ten blocks, and what it asked its engine for."""
-    prefixes = PrefixExchange(64)
+    prefixes = PrefixExchange(64, has_tiers=True)
     prompt = Sequence(FETCHED, [7] * 641, 641, Sampling(1), HASHES)
-    (stage,) = prefixes.begin_sequence(prompt, peer, has_tiers=True)
+    (stage,) = prefixes.begin_sequence(prompt, peer)
     assert stage == StagePrefix(FETCH, HASHES, 10 if peer else 0, token_ids=(7,) * 640)
     return prefixes, stage, prompt
 
@@ -267,4 +267,53 @@ def test_both_pools_are_whole_after_probes_that_break_and_are_aborted(seed: int)
             scheduler.pool.cached_blocks,
             scheduler.staged,
         ) == (16, 0, {})
-        assert not prefixes.probes and not prefixes.asking_peers and not prefixes.fetches
+        assert not prefixes.probes and not prefixes.served and not prefixes.fetches
+
+
+# ---- serving what tiers hold ---------------------------------------------------------------------
+
+PREFIX_SERVED = ("prompt\x1e\x1f", 0)
+
+
+def asked_for_a_prefix() -> PrefixExchange:
+    """A worker with tiers that a peer asks for a prefix of ten blocks."""
+    prefixes = PrefixExchange(64, has_tiers=True)
+    request = tickets.PrefixRequested(FETCH_TICKET_ID, "peer", tuple(HASHES))
+    assert prefixes.handle(request) == [StagePrefix(PREFIX_SERVED, HASHES)]
+    assert prefixes.has_staged(PREFIX_SERVED)
+    return prefixes
+
+
+def pushed(prefixes: PrefixExchange, blocks: list[int]) -> list:
+    """What is done once the pool has pinned what it holds."""
+    assert prefixes.handle(PrefixStaged(PREFIX_SERVED, blocks, held_blocks=len(blocks))) == [
+        transfer.ExpectOffer(FETCH_TICKET_ID, "peer", len(blocks) * 64),
+        transfer.PushBlocks(FETCH_TICKET_ID, 0, blocks),
+        transfer.FinishPush(FETCH_TICKET_ID, b""),
+    ]
+    assert prefixes.handle(tickets.PushEnded(FETCH_TICKET_ID, True)) == [
+        ReleaseSequence(PREFIX_SERVED)
+    ]
+    return blocks
+
+
+def test_what_the_tiers_hold_is_loaded_before_it_is_served() -> None:
+    prefixes = asked_for_a_prefix()
+    blocks = list(range(1, 9))
+    assert prefixes.handle(PrefixStaged(PREFIX_SERVED, blocks, held_blocks=3, tier_blocks=5)) == [
+        LoadBlocks(PREFIX_SERVED, 3, HASHES[3:8], blocks[3:])
+    ]
+    assert prefixes.handle(BlocksLoaded(PREFIX_SERVED, 7)) == [
+        CachePrefix(PREFIX_SERVED, 7),
+        StagePrefix(PREFIX_SERVED, HASHES, pin_only=True),
+    ]
+    pushed(prefixes, blocks[:7])
+    assert not prefixes.served
+
+
+@pytest.mark.parametrize("tier_blocks", [0, 4])
+def test_without_tier_blocks_or_room_for_them_the_pools_part_is_served(tier_blocks: int) -> None:
+    prefixes = asked_for_a_prefix()
+    staged = PrefixStaged(PREFIX_SERVED, [], held_blocks=3, tier_blocks=tier_blocks)
+    assert prefixes.handle(staged) == [StagePrefix(PREFIX_SERVED, HASHES, pin_only=True)]
+    pushed(prefixes, [4, 5, 6])

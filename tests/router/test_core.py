@@ -280,7 +280,8 @@ def test_a_prompt_that_waited_for_a_load_says_nothing_of_the_workers_speed() -> 
     assert rig.router.workers["prefill/b"].prefill_correction.factor == 1.0
 
 
-def test_a_peer_is_asked_for_what_its_pool_holds_only() -> None:
+def fetching_rig(load_token_s: float) -> Rig:
+    """Prefill worker b has demoted the last 2 of a prompt's 8 blocks; a may fetch them all."""
     cost = Coefficients(
         prefill_base=0.0,
         prefill_token=1e-2,
@@ -289,16 +290,33 @@ def test_a_peer_is_asked_for_what_its_pool_holds_only() -> None:
         step_row=0.0,
         step_weights=0.0,
         step_token=0.0,
-        transfer_token=1e-6,
+        transfer_token=1e-5,
     )
     rig = Rig("decode/x")
     for name in ("prefill/a", "prefill/b"):
-        joined = msgspec.structs.replace(card(name), cost=cost)
+        joined = msgspec.structs.replace(card(name), cost=cost, load_token_s=load_token_s)
         rig.send(e.WorkerJoined(joined, 0, []))
     rig.report("prefill/b", 1, stored=HASHES)
     rig.report("prefill/b", 2, demoted=HASHES[6:])
-    lost = rig.ask("r", prompt=640, hashes=[*HASHES, *own(0)[:2]], avoided_workers=["prefill/b"])
-    assert (lost.prefix_holder, lost.hit_tokens) == ("prefill/b", 6 * 64)
+    return rig
+
+
+def test_a_peer_loads_what_only_its_tiers_hold_before_it_is_fetched() -> None:
+    rig = fetching_rig(load_token_s=1e-3)
+    hashes = [*HASHES, *own(0)[:2]]
+    placed = rig.ask("r", prompt=640, hashes=hashes, avoided_workers=["prefill/b"])
+    assert (placed.prefill_worker, placed.prefix_holder) == ("prefill/a", "prefill/b")
+    assert placed.hit_tokens == 512
+    (decision,) = rig.router.decisions.find("r")
+    assert decision.loaded_tokens == 0, "its own tiers have nothing"
+    assert decision.prefill_s == pytest.approx(0.002 + 512e-5 + 128 * 1e-3 + 128 * 1e-2)
+
+
+def test_nothing_is_fetched_from_a_peer_whose_load_takes_too_long() -> None:
+    rig = fetching_rig(load_token_s=1.0)
+    hashes = [*HASHES, *own(0)[:2]]
+    placed = rig.ask("r", prompt=640, hashes=hashes, avoided_workers=["prefill/b"])
+    assert (placed.prefix_holder, placed.hit_tokens) == (None, 0)
 
 
 def test_avoided_workers_are_avoided_while_there_are_others(rig: Rig) -> None:

@@ -61,8 +61,8 @@ def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
     """Yield which attempt went where, by which policy, and which more urgent ones had to wait for it.
 
     A decision without workers, as when the request is refused, has its reason in `note`.
-    `hit_tokens` are those that the worker which computes the prompt has in its cache, or gets from
-    the worker named as `fetch`.
+    `hit_tokens` are those that the worker which computes the prompt has in its pool or in the tiers
+    below (`loaded_tokens` of them), or gets from the worker named as `fetch`.
     """
     request_id, attempt = decision["key"]
     workers = [name for name in (decision["prefill"], decision["decode"]) if name]
@@ -74,8 +74,11 @@ def _summary_lines(decision: dict[str, Any]) -> Iterator[str]:
         f"  decision {decision['number']} of policy {decision['policy']}, "
         f"{decision['kind']}{suffix}"
     )
+    cached = f"{decision['hit_tokens']} of them cached"
+    if decision.get("loaded_tokens"):  # records of an older router have no such field
+        cached += f" ({decision['loaded_tokens']} in host memory or on disk, to be loaded)"
     yield (
-        f"  {decision['prompt_tokens']} prompt tokens, {decision['hit_tokens']} of them cached; "
+        f"  {decision['prompt_tokens']} prompt tokens, {cached}; "
         f"class {decision['slo_class']}, targets TTFT {_ttft_target(decision)} and "
         f"ITL {_ms(decision['itl_target_s'])}"
     )

@@ -29,6 +29,20 @@ def demoted(index):
     return move.content
 
 
+def test_what_left_its_last_tier_is_told_once_unless_it_is_back() -> None:
+    index = TierIndex(2)
+    index.attach_disk(1, [])
+    stored(index, A, B)
+    assert demoted(index) == A
+    stored(index, C)  # A leaves memory, and stays on disk
+    assert index.take_left() == [] and set(index.contents()) == {A, B, C}
+    stored(index, D)  # B leaves memory, and is nowhere else
+    assert index.take_left() == [B] and index.take_left() == []
+    index.remove_copy(A, Tier.DISK, "checksum")
+    stored(index, A)
+    assert A not in index.take_left()
+
+
 def test_the_block_that_nobody_used_for_longest_leaves_memory() -> None:
     index = TierIndex(2)
     stored(index, A, B)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from diptych.protos.frames import AttemptOutcome
+from diptych.protos.frames import AttemptOutcome, WorkerReport
 from diptych.router import events as e
 from diptych.router.replay import LogError, encode_event, encode_head, read, replay, snapshot
 
@@ -75,6 +75,17 @@ def test_a_snapshot_begins_a_log_in_the_middle_of_a_life() -> None:
     rig.ask("r", hashes=prefix(1, 12) + prefix(2, 3), prompt=1000)
     found = replay(read(rig.lines), "min_ttft")
     assert (found.requests, found.decided, found.equal) == (1, 1, 1.0)
+
+
+def test_a_snapshot_says_what_only_the_tiers_hold() -> None:
+    rig = Logged("prefill/a", "decode/x")
+    rig.stored("prefill/a", prefix(1, 12))
+    rig.send(e.WorkerReported("prefill/a", WorkerReport(2, 0, demoted=prefix(1, 12)[8:])))
+    joined = [event for event in snapshot(rig.router) if isinstance(event, e.WorkerJoined)]
+    assert [set(event.demoted_hashes) for event in joined] == [set(prefix(1, 12)[8:]), set()]
+    assert [set(event.cached_hashes) for event in joined] == [set(prefix(1, 12)[:8]), set()]
+    (again,) = [event for _, event in read([encode_event(joined[0], 0.0) or b""])]
+    assert again == joined[0]
 
 
 def test_a_file_that_is_no_log_is_refused() -> None:

@@ -63,12 +63,12 @@ def test_defaults_are_those_of_the_command(name: str) -> None:
 #: Every option of each command, at another value than its default.
 OTHER_VALUES = {
     "simulate": (
-        "--model m --engine e --tp 2 --price H100=2 --fleet H100:8 --split 1P1D --policy all "
+        "--model m --engine e --tp 2 --price H100=2 --tiers memory=1GiB --fleet H100:8 --split 1P1D --policy all "
         "--variant both --slo ttft=9s,itl=9s --seeds 9 --find-max --rate 9 --dispatch thinktime --head 0.5 --faults stale=9s --agreement "
         "--early-reject --no-pace-first-token --calibrate-from-live file --jobs 9"
     ),
     "plan": (
-        "--model m --engine e --tp 2,8 --fleet H100:8 --price H100=2 --rate 9 --share 0.9 "
+        "--model m --engine e --tp 2,8 --fleet H100:8 --price H100=2 --tiers memory=1GiB --rate 9 --share 0.9 "
         "--slo ttft=9s,itl=9s --seeds 9 --dispatch thinktime --head 0.5 --calibrate-from-live file --jobs 9"
     ),
 }

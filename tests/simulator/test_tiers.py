@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import diptych
 import pytest
 from diptych.engine.blocks import BlockPool
+from diptych.simulator import tier_sizes
 from diptych.simulator.attempt import SimulatedAttempt
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Fleet, Split
+from diptych.simulator.planned_layout import (
+    FleetLayout,
+    FleetOption,
+    LayoutTask,
+    PlanDemand,
+)
 from diptych.simulator.sim import Setting, Simulation
 from diptych.simulator.tiers import SimulatedTiers, TierSizes, WorkerTiers, put_below
 from diptych.simulator.trace import Trace, TraceRequest
@@ -186,3 +195,55 @@ def test_tiers_turn_misses_into_hits_that_the_router_knows() -> None:
 
 def test_equal_runs_with_tiers_are_equal() -> None:
     assert run(TIERS)[1] == run(TIERS)[1]
+
+
+# ---- the commands --------------------------------------------------------------------------------
+
+
+def test_a_study_names_its_tiers() -> None:
+    study = diptych.simulate(
+        "synthetic:60", split="6P2D", seeds=1, rate=2.0, jobs=1, tiers="memory=64GiB"
+    )
+    assert study.document["tiers"] == "memory=64GiB"
+    assert "on H200:32 with tiers memory=64GiB" in repr(study)
+    assert "with tiers memory=64GiB" in study.html()
+
+
+def test_a_plan_names_the_smallest_tiers_that_are_enough() -> None:
+    options = {"model": "llama3.1-8b-fp8", "tp": 1, "fleet": "H200:2", "jobs": 1, "rate": 1.0}
+    found = diptych.plan(conversations(), slo="ttft=9s,itl=99ms", tiers="memory=8GiB", **options)
+    study = found.document["tiers"]
+    assert [entry["tiers"] for entry in study["entries"]] == [
+        "",
+        "memory=1GiB",
+        "memory=2GiB",
+        "memory=4GiB",
+        "memory=8GiB",
+    ]
+    assert study["enough"] == "" and "do not pay here" in study["sentence"]
+    assert "TIERS        REQUESTS/S  IN TIME" in repr(found)
+    assert "kv_tiers" not in found.cluster_yaml
+    without = diptych.plan(conversations(), slo="ttft=9s,itl=99ms", **options)
+    assert without.document["tiers"] is None and "TIERS" not in repr(without)
+
+
+def test_the_smallest_size_with_nearly_all_of_the_gain_is_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the rate is searched for, as in `plan` without `--rate`."""
+    shape = replace(SIMPLE, kv_token_bytes=1.0)
+    demand = PlanDemand(conversations(), "ttft=9s,itl=99ms")
+    without = FleetLayout("a", 1, (Split(mixed=1),), rate=1.0, attainment=0.99)
+    served = {GIB // 8: 1.2, GIB // 4: 1.49, GIB // 2: 1.5, GIB: 1.45}
+
+    def simulate(task: LayoutTask) -> FleetLayout:
+        tiers = task.option.fleet.reference.tiers
+        assert tiers is not None
+        return replace(without, rate=served[tiers.memory_tokens])
+
+    monkeypatch.setattr(tier_sizes, "simulate_layout", simulate)
+    option = FleetOption("a", Fleet(((shape, 1),)))
+    with ThreadPoolExecutor(1) as pool:
+        study = tier_sizes.size_tiers(without, option, demand, TierSizes(GIB), pool)
+    assert study["enough"] == "memory=0.25GiB"
+    assert "1.00 to 1.49 requests/s" in study["sentence"]

@@ -1,21 +1,27 @@
-"""Prefixes that are not computed here but fetched, and prefixes that are served to a peer (pure).
+"""Prefixes that are not computed here but fetched, and prefixes that are served to a peer.
+
+Pure: it does nothing itself, but takes events and returns what is to be done.
 
 A prefix is the beginning of a prompt, in whole blocks, whose KV somebody has cached: this pool, the
 tiers below it (host memory, disk), or the pool of another worker, a peer. A ticket is one transfer
 of KV between two workers: the receiver offers blocks, the sender pushes into them.
 
 Life of a fetch, before a prompt is computed:
-    staging   `StagePrefix` asks the engine for blocks, for the part of the prefix that the pool
-              lacks and that a tier or the peer is said to hold.
+    staging   `StagePrefix` asks the engine for blocks: those of the prefix that the pool has, which are
+              pinned, and new ones for what a tier has or, by the router's word, the peer. All or none:
+              `PrefixStaged` has no blocks if the pool is too full, or nothing can come.
     coming    `LoadBlocks` from the tiers if they hold a part. `OfferBlocks` to the peer for what is
               missing then: a ticket like any other. What the tiers brought is cached before that,
               and the prefix is staged again, so that a failed ticket takes nothing of it away.
-    over      What came is cached by `CachePrefix`, where `AddSequence` finds it. If the transfer
-              failed, the prompt is computed at once; its blocks wait until no write can land.
+    over      What came is cached by `CachePrefix`, where `AddSequence` finds it, and all staged blocks
+              are released. If the transfer failed, the prompt is computed at once; its blocks wait until
+              no write can land.
 
-Serving a peer: `PrefixRequested` pins what the pool holds (`StagePrefix`), the blocks are pushed,
-and `PushEnded` releases them. Where there are tiers, what they hold behind that is loaded into the
-pool and cached first. The peer waits meanwhile: it has offered its blocks already.
+Serving a peer: after `PrefixRequested`, what the pool holds is pinned (`StagePrefix` with `pin_only`),
+the blocks are pushed, and `PushEnded` releases them. Where there are tiers, what they hold behind that is
+loaded into the pool and cached first. The peer waits meanwhile: it has offered its blocks already. Its
+ticket is unknown here until `ExpectOffer`, with 0 tokens where nothing is held; so no `PushEnded` comes
+before.
 
 A *probe* moves blocks of no meaning in the same way, to see whether and how fast they move: both
 ends stage blocks and release them afterwards, and nothing is cached.
@@ -58,22 +64,24 @@ from .commands import (
 from .sequence import Sequence
 
 FETCH_MARK = "\x1e"  #: Ends the request id of the key of a fetch; no client's id has it.
-SERVE_MARK = "\x1f"  #: Ends the request id of the key of blocks that are served.
-#: Begins what stands for the hashes in a probe's ticket, 9 bytes in all; no hash has so few.
+SERVE_MARK = (
+    "\x1f"  #: Ends the request id of the key of blocks that are served; no client's id has it.
+)
+#: Begins the 9 bytes that stand for the hashes in a probe's ticket; a content hash has 16.
 PROBE_PREFIX = b"probe"
 
 
 @dataclass(slots=True)
 class PrefixFetch:
-    """A prompt that waits for its prefix."""
+    """A prompt's prefix on its way here; after a failure, until its blocks are free."""
 
-    sequence: Sequence | None  #: None once the prompt waits no more.
-    hashes: list[bytes]  #: Content hashes of the prefix's blocks, those that are held here too.
+    sequence: Sequence | None  #: That waits for the prefix; None: it waits no more.
+    hashes: list[bytes]  #: Content hashes of all of the prefix's blocks, from its beginning.
     peer: str | None  #: The worker that is said to hold the prefix; None: only tiers are.
-    #: The tokens and the partition of `StagePrefix`, for staging the prefix again.
+    #: The tokens and the partition of each `StagePrefix` of this fetch.
     token_ids: tuple[int, ...]
     cache_partition: bytes
-    tiers_asked: bool = False  #: The tiers have loaded what they could.
+    tiers_asked: bool = False  #: `LoadBlocks` was returned; it is not asked for again.
 
 
 @dataclass(slots=True)
@@ -82,28 +90,29 @@ class ServedPrefix:
 
     peer: str  #: The worker that asked.
     hashes: list[bytes]  #: Content hashes of the prefix's blocks; empty for a probe.
-    asks_tiers: bool  #: It waits for what the tiers hold of it.
+    asks_tiers: bool  #: The tiers are still to be asked for what the pool lacks.
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeEnded:
-    """A probe is over: the leading `tokens` tokens came, or none and a reason."""
+    """A probe is over: blocks for `tokens` tokens came, or none, and the reason."""
 
     attempt_key: AttemptKey
     tokens: int
-    busy_s: float = 0.0  #: Seconds in which a write was under way.
-    #: That of the failed ticket, of `cancel`, or no blocks: `pool_full` here, or `peer_pool_full`.
+    busy_s: float = 0.0  #: Seconds in which at least one write of this ticket was under way.
+    #: Why none came; empty if they did. It is that of the failed ticket or of `cancel`, or says who had
+    #: no blocks to spare: `pool_full` is this worker, `peer_pool_full` the other.
     reason: str = ""
 
 
 @dataclass(slots=True)
 class RunningProbe:
-    """A probe whose blocks are not free yet."""
+    """A probe, from its beginning until its blocks are free."""
 
     attempt_key: AttemptKey
     peer: str  #: The worker that the blocks come from.
     tokens: int  #: So many tokens' KV has the size of what is moved.
-    reason: str = ""  #: Why it has failed, if it has; `ProbeEnded` was returned with it.
+    reason: str = ""  #: Not empty once it has failed: then `ProbeEnded` was returned.
 
 
 #: What `PrefixExchange.handle` takes, and what its methods return for the worker to carry out.
@@ -132,12 +141,14 @@ class PrefixExchange:
         self.has_tiers = has_tiers  #: There are tiers below the pool.
         self.fetches: dict[AttemptKey, PrefixFetch] = {}  #: By the key of the fetch.
         self.probes: dict[AttemptKey, RunningProbe] = {}  #: By the key of the fetch.
-        self.served: dict[AttemptKey, ServedPrefix] = {}  #: By the peer's key.
+        self.served: dict[
+            AttemptKey, ServedPrefix
+        ] = {}  #: By the key of the peer's fetch or probe.
 
     def begin_sequence(self, sequence: Sequence, peer: str | None) -> list[PrefixAction]:
         """Fetches the sequence's prefix before the sequence is added.
 
-        `peer` may hold more of the prefix than this pool.
+        `peer` may hold more of the prefix than this pool; None: no other worker is known to.
         """
         hashes = sequence.block_hashes[: sequence.cacheable_tokens // self.block_tokens]
         if not hashes or not (peer or self.has_tiers):
@@ -151,7 +162,7 @@ class PrefixExchange:
     def begin_probe(self, attempt_key: AttemptKey, peer: str, tokens: int) -> list[PrefixAction]:
         """Moves blocks for `tokens` tokens here from `peer`.
 
-        `tokens` must be a multiple of the block size of either worker.
+        `tokens` must be a multiple of this worker's block size, and of the peer's.
         """
         key = _marked(attempt_key, FETCH_MARK)
         self.probes[key] = RunningProbe(attempt_key, peer, tokens)
@@ -160,8 +171,8 @@ class PrefixExchange:
     def cancel(self, attempt_key: AttemptKey, reason: str = "aborted") -> list[PrefixAction]:
         """Gives up a sequence's fetch, or a probe. Its blocks stay until no write can land.
 
-        `reason` is what a probe's `ProbeEnded` says. Of a fetch nothing is reported, and its
-        sequence is never added: whoever cancels it knows.
+        A probe ends with `reason`. Of a fetch nothing is reported; if its sequence was not added yet,
+        it never is: whoever cancels it knows.
         """
         key = _marked(attempt_key, FETCH_MARK)
         probe = self.probes.get(key)
@@ -283,7 +294,7 @@ class PrefixExchange:
     # ---- probes ----------------------------------------------------------------------------------
 
     def _offer_probe(self, key: AttemptKey, blocks: list[int]) -> list[PrefixAction]:
-        """Offers a probe's staged blocks to its peer; ends the probe where there are none."""
+        """Offers a probe's staged blocks to its peer; ends a probe without any, or a cancelled one."""
         probe = self.probes[key]
         if probe.reason or not blocks:
             return self._end_probe(key, reason="pool_full")
@@ -323,9 +334,10 @@ class PrefixExchange:
         return [_stage_served(served_key, served)]
 
     def _serve(self, key: AttemptKey, staged: PrefixStaged) -> list[PrefixAction]:
-        """Pushes the staged blocks at once, as their KV is complete; loads what is missing first.
+        """Pushes the staged blocks; before that, once, loads what the tiers hold behind them.
 
-        Without room in the pool for what the tiers hold, the peer gets what the pool has.
+        What is pinned has its KV already, so that all can be pushed at once. Without room in the pool for
+        what the tiers hold, the peer gets what the pool has.
         """
         served = self.served[key]
         if served.asks_tiers:
@@ -389,10 +401,12 @@ def _probe_tokens(hashes: tuple[bytes, ...]) -> int | None:
 
 
 def _marked(key: AttemptKey, mark: str) -> AttemptKey:
+    """Returns the key with `mark` at the end of its request id."""
     request_id, attempt = key
     return request_id + mark, attempt
 
 
 def _unmarked(key: AttemptKey) -> AttemptKey:
+    """Returns the key without the mark at the end of its request id, which must have one."""
     request_id, attempt = key
     return request_id[:-1], attempt

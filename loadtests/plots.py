@@ -1,8 +1,20 @@
-"""The plots of a report, as one SVG. Equal runs give equal files.
+"""The plots of a report, as one SVG element for its HTML page. Equal runs with equal names give equal text.
 
-A run is the document of `result.assemble`, as it stands in a JSON file. A request is met if it was
-answered without an error and kept its targets of TTFT (time to the first token) and ITL (gaps
-between tokens); else it is missed.
+A run is the document of `result.assemble`, as it stands in a JSON file; `outcomes.py` says what its
+parts have. Those that are plotted:
+
+    distributions  `quantiles`, shares from 0 to 1, and for each kind of latency the values in ms that
+                   so many stay within; empty where nothing was served
+    stages         of a load whose rate changes by steps: requests offered and met, per second
+    timeline       the same for equal stretches of time from `at_s` on, counted where requests arrive;
+                   and `running`, the mean number of requests that had been sent and had not ended
+    deciles        tenths of the requests by prompt length, the shortest first, fewer for fewer than
+                   ten requests: the longest prompt, and the share of these requests that were met
+    requests       a row for each, with the values that `columns` names; `missed` is a bool
+
+A request is met if it was answered without an error and kept its targets: of TTFT (time to the first
+token) and of ITL (a limit for all of its gaps between tokens); else it is missed. Goodput is how many
+requests were met, as a rate or as a share of those that were offered.
 """
 
 from __future__ import annotations
@@ -20,8 +32,8 @@ DIAGONAL = "#9aa7b5"  #: the color of the line on which all offered requests are
 #: From this ratio of an axis's two ends on, only powers of ten are labelled: more would overlap.
 CROWDED_RATIO = 1000
 SCATTER_LIMIT = 1500  #: points of a run in the scatter plot, at most
-#: Axes of latencies are logarithmic, so smaller values are drawn here: in the plots of shares, and in
-#: the scatter plot, whose points nearer to 0 would make its axis too long.
+#: Axes of latencies are logarithmic, where 0 has no place: smaller values are drawn at these, so that a
+#: few of them do not make an axis long. The first is for the plots of shares, the second for points.
 SMALLEST_SHARE_MS = 0.05
 SMALLEST_POINT_MS = 0.1
 Document = dict[str, Any]
@@ -42,32 +54,36 @@ class PlottedRun(NamedTuple):
 def plots_svg(runs: list[Document], names: tuple[str, ...] = ("",)) -> str:
     """Returns the plots of one run, or of two in one picture, as an SVG element.
 
-    `names` has a name for each run; what has none, or is a third one, is not drawn. The targets that
-    are drawn are the first run's.
+    `names` has a name for each run. The targets that are drawn are the first run's. Raises ValueError
+    for more runs than names.
     """
-    import matplotlib
+    import matplotlib  # here, as it takes a second and most commands draw nothing
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "diptych"  # equal runs, equal file
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
     from matplotlib.figure import Figure
 
+    if len(runs) > len(names):
+        raise ValueError(f"{len(runs)} runs have {len(names)} names")
     plotted = [
         PlottedRun(run, name, color) for run, name, color in zip(runs, names, COLORS, strict=False)
     ]
-    # `isolated` says how long prompts take alone, as in `20ms + 150ms/1k` (per 1,000 tokens): a
-    # target like `max(1s, 3x)` has multiples of that.
+    # `isolated` says how long prompts take alone, as in `20ms + 150ms/1k` (per 1,000 tokens). A target
+    # like `max(1s, 3x)` has multiples of that; a run without such a target may not say it.
     targets = LoadPlan(
         slo=runs[0]["config"]["slo"], isolated=runs[0]["config"].get("isolated", "")
     ).targets
-    # Of a target that depends on the prompt, its least value is drawn: 1 s of `max(1s, 3x)`.
+    # Of a TTFT target that depends on the prompt, `ttft_s` is what every prompt has at least: 1 s of
+    # `max(1s, 3x)`. An ITL target never depends on it.
     ttft_ms = targets.ttft_s * 1e3
     itl_ms = targets.itl_s * 1e3
     figure = Figure(figsize=(12, 7), layout="constrained")
     axes = figure.subplots(2, 3).flatten()
     ttft_kinds = {"ttft_ms": "first token"}
     _plot_shares(axes[0], plotted, ttft_kinds, "time to first token", target_ms=ttft_ms)
-    # The gap before the second token is drawn apart: the hand-over to a decode worker lies in it.
+    # The gap before the second token is one of `itl_ms`, and is drawn by itself too: the hand-over to
+    # a decode worker lies in it.
     gap_kinds = {"itl_ms": "every gap", "second_token_ms": "second token"}
     _plot_shares(axes[1], plotted, gap_kinds, "gaps between tokens", target_ms=itl_ms)
     _plot_goodput_by_rate(axes[2], plotted)
@@ -106,22 +122,22 @@ def _plot_shares(
     axis.grid(alpha=0.25)
 
 
-def _label_decimally(axis: Any) -> None:
-    """Labels a logarithmic axis at 1, 2, 5, 10 .., or a long one at 1, 10, 100 .., without exponents."""
+def _label_decimally(scale: Any) -> None:
+    """Labels a logarithmic x or y axis at 1, 2, 5, 10 .., or a long one at 1, 10, 100 .., without exponents."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    low, high = axis.get_view_interval()
+    low, high = scale.get_view_interval()
     steps = (1.0, 2.0, 5.0) if high / low < CROWDED_RATIO else (1.0,)
-    axis.set_major_locator(LogLocator(subs=steps, numticks=12))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
-    axis.set_minor_formatter(NullFormatter())
+    scale.set_major_locator(LogLocator(subs=steps, numticks=12))
+    scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.10g}"))
+    scale.set_minor_formatter(NullFormatter())
 
 
 def _plot_goodput_by_rate(axis: Any, plotted: list[PlottedRun]) -> None:
     """Draws the rate of met requests against the offered rate.
 
-    There is a point for each stage of a run with several, else for each row of its timeline in which
-    requests were offered.
+    There is a point for each stage of a run with several, else for each row of its timeline; without
+    those in which no request was offered.
     """
     highest_rate = 0.0
     for each in plotted:
@@ -143,9 +159,10 @@ def _plot_goodput_by_rate(axis: Any, plotted: list[PlottedRun]) -> None:
 
 
 def _plot_goodput_by_length(axis: Any, plotted: list[PlottedRun]) -> None:
-    """Draws the share of met requests for each tenth by prompt length; runs stand side by side.
+    """Draws for each tenth by prompt length which share of its requests were met.
 
-    Lengths are those of the first run's tenths.
+    Bars of two runs stand side by side. Each run has tenths of its own; the labels are the longest
+    prompts of the first run's, so the plot compares runs of the same requests.
     """
     width = 0.8 / len(plotted)
     for number, each in enumerate(plotted):

@@ -1,4 +1,9 @@
-"""Fits the overheads of the closed form to measured engines, and tests each fit on others.
+"""Fits `hardware.Overheads` to measured engines, and tests each fit on others.
+
+The overheads are what `hardware.py` cannot derive from data sheets when it makes the `Coefficients` of a
+replica: how much of a memory's or kernel's speed an engine reaches, and what it does besides. The
+formulas that use them stand at the head of that file, and `Coefficients` has the times of a step and
+of a prefill (`step_s(rows, KV tokens)`, `prefill_s(uncached tokens, prompt tokens)`).
 
 `python -m diptych.simulator.fit [--calibration FOLDER] [--write]` prints the errors and, with
 `--write`, writes `coefficients.yaml`.
@@ -9,25 +14,29 @@ TensorRT-LLM with dense models and mixtures of experts on H100, H200 and B200 SX
 that decode at a time in a closed loop, an engine's time per output token is predicted as
 
     TPOT = step_s(B, B * (isl + osl / 2)) + B * prefill_s(isl, isl) / osl
-    B    = min(concurrency, KV tokens of the replica / (isl + osl / 2))
+    B    = min(concurrency, KV tokens of the replica / (isl + osl / 2)), at least 1
 
 where isl and osl are the lengths of prompt and answer in tokens, isl + osl / 2 is the mean length
 of a sequence while it decodes, and nothing of a prompt is cached. The second term is the share of
 the prompts' time: while a sequence decodes its osl tokens, B prompts are computed. A fit minimises
-the squares of log(predicted / measured), in which the overheads are not linear.
+the squares of log(predicted / measured), of large errors (`LARGE_ERROR`) the magnitudes.
 
-There is a fit for each engine, kind of kernels and generation of GPUs. What it is tested on:
-- vLLM with dense models is fitted on H200, with Llama-3.1-70B in fp8, and tested on H100 and B200
-  and on Qwen3-32B. Most published figures of the simulator rest on this fit.
+There is a fit for each engine, kind of kernels and generation of GPUs; one for both generations with
+vLLM and dense models. What it is tested on:
+- vLLM with dense models is fitted to all that the sample has of it on H200, which is Llama-3.1-70B in
+  fp8, and tested on H100 and B200 and on Qwen3-32B. Most published figures of the simulator rest on
+  this fit.
 - Other fits are cross-validated: the configurations (model, GPU, tp, isl, osl) are in `FOLDS`
   parts, and each part is predicted by a fit to the others. What is written down is fitted to all.
-  This tells of other loads and tp of models and GPUs that were measured. How far off a model or a GPU
-  is that was not, each GPU and model tells by a fit to all others (`EngineFit.left_out`).
+  This tells of other loads and tp of models and GPUs that were measured. What a pair of GPU and model
+  is that was not measured is told by predicting each pair from a fit to all other pairs
+  (`EngineFit.left_out`); the others may have the GPU, or the model, in another pair.
 - Diptych's own engine was timed on one H200 (`loadtests/results/gpu-proof.md`): single steps and
   single prompts of one model. Steps with FP8 weights and with sampling test that fit.
 
-Left out are engines whose requests waited for a place, as then B is not known; of engines that
-were measured several times all but the newest; and `IMPLAUSIBLE` ones.
+No fit uses `IMPLAUSIBLE` engines. All fits but that of vLLM with dense models, which is older than this
+rule, leave out measurements whose requests waited for a place, as then B is not known, and of the rest
+all but the newest of the same engine, replica and load.
 """
 
 from __future__ import annotations
@@ -65,7 +74,10 @@ from .hardware import (
 
 SAMPLE_FILE = "silicon_sample.csv.gz"  #: in the calibration folder: a row for each measured engine
 OWN_TABLES = Path(__file__).parents[1] / "loadtests/results/gpu-proof.md"  #: of our own engine
-#: From the names in the sample to those in `coefficients.yaml`; rows of other names are not used.
+SAMPLED_STEPS = "Decode, bf16, temperature 0.6 and top_p 0.9"  #: the title of one of those tables
+#: From the names in the sample to those in `coefficients.yaml`, here and in the next two tables; rows
+#: of other names are not used. A model's name there is one of `MODEL_NAMES`, with its data type behind:
+#: `llama3.1-70b-fp8`. DeepSeek-R1 has the shape of V3.
 GPU_NAMES = {"h100_sxm": "H100", "h200_sxm": "H200", "b200_sxm": "B200"}
 MODEL_NAMES = {
     "Llama-3.1-8B-Instruct": "llama3.1-8b",
@@ -81,7 +93,7 @@ MODEL_NAMES = {
     "Kimi-K2.5": "kimi-k2.5",
 }
 DATA_TYPES = {
-    "": "bf16",  # not quantized
+    "": "bf16",  # the sample names no type where nothing is quantized
     "bf16": "bf16",
     "fp8": "fp8",
     "fp8_block": "fp8",
@@ -90,24 +102,27 @@ DATA_TYPES = {
 }
 #: Its weights are in 4 bits wherever it runs; the sample names the type of its activations.
 MXFP4_MODEL = "gpt-oss-120b"
-#: (engine, model) of engines that no fit uses. The arithmetic of their prompts, at the data sheet's
-#: full rate, takes up to all of their measured time per token, beside which KV and weights are read;
+#: (engine, model of the sample) that no fit uses. At the data sheet's full rate the arithmetic of their
+#: prompts alone would take nearly as long as what was measured, in which KV and weights were read too;
 #: so their prompts must have been cached in part.
 IMPLAUSIBLE = {("vllm", "Llama-3.1-8B-Instruct-FP8")}
-#: A time to the first token of more than this share of the whole answer's time is a queue's.
+#: A time to the first token that is more than this share of the time of all output tokens (osl * TPOT)
+#: shows that requests waited for a place.
 QUEUED_SHARE = 0.5
 FITTED_GPU = "H200"  #: of vLLM with dense models; the engines on all other GPUs test that fit
 FOLDS = 4
-LEAST_OTHERS = 15  #: engines that tell of a GPU or model that is left out
+LEAST_OTHERS = (
+    15  #: measurements of other pairs, by a fit to which a pair of GPU and model is predicted
+)
 LIMIT_SHARE = 1e-3  #: of the span between two limits: so near to one counts as on it
-UNTOLD_SHARE = 1e-3  #: of its start: an overhead that moved by less was told by no measurement
-NO_TIME_S = 1e-12  #: a fitted overhead of less is none
-LARGE_ERROR = 0.1  #: relative; larger errors count linearly, not squared
+UNTOLD_SHARE = 1e-3  #: of its start: if `row_s` moved by less, no measurement tells it
+NO_TIME_S = 1e-12  #: fitted seconds of less are none
+LARGE_ERROR = 0.1  #: of log(predicted / measured); larger errors count linearly, not squared
 
-#: The fitted engines of vLLM with dense models run one model, so they tell only the sum of a step's
-#: overhead and its layers'. The share of `step_s` in this sum is therefore arbitrary, and would
-#: differ from one processor to the next. It is held at what a fit with a free `step_s` once ended
-#: at: 4 % of the sum.
+#: `Overheads.step_s` of the fits to one model: of vLLM with dense models, and of our own engine. One
+#: model has one number of layers, so it tells only the sum of a step's overhead and its layers'. The
+#: share of `step_s` in this sum is therefore arbitrary: a free fit ends at another one on each machine
+#: that computes it. It is held at what such a fit to vLLM once ended at, 4 % of the sum.
 HELD_STEP_S = 1.858e-4
 
 
@@ -115,9 +130,9 @@ HELD_STEP_S = 1.858e-4
 class FitLimits:
     """Where a fit begins, and between which values it searches.
 
-    It fits a factor on each start value, so none is 0. An overhead whose limits are equal is held.
-    No memory is read faster than by the kernels alone, which reach 0.9 of its data sheet's bandwidth
-    (`bound.KERNEL_MEMORY_SHARE`).
+    An overhead whose limits are equal is held. A fit varies a factor on the start value of each other
+    one, so none of these starts at 0. Memory is read at 0.9 of its data sheet's bandwidth at most, as
+    the fastest kernels alone do (`KERNEL_MEMORY_SHARE` in `bound.py`); other limits are wide guesses.
     """
 
     start: Overheads
@@ -125,7 +140,8 @@ class FitLimits:
     upper: Overheads
 
 
-#: Of vLLM with dense models, and of our own engine. A prefill's efficiency is a share of the kernels' own speed.
+#: Of vLLM with dense models, and of our own engine. `prefill_efficiency` is the share of its kernels' speed
+#: that a prefill reaches, and `row_s`, what the host does for each sequence, is held at 0.
 HELD_LIMITS = FitLimits(
     start=Overheads(
         weights_efficiency=0.9,
@@ -152,8 +168,9 @@ HELD_LIMITS = FitLimits(
         prompt_s=1e-2,
     ),
 )
-#: Of all others. A chunk of a prompt shares the reading of weights with the step that it is in,
-#: which the closed form counts twice; so a prefill may seem faster than its kernels.
+#: Of all others. A chunk of a prompt shares the reading of weights with the step that it is in; the
+#: module's formula counts that twice, in its first term and in its second. So a prefill may seem
+#: faster than its kernels: its efficiency may be above 1.
 FREE_LIMITS = FitLimits(
     start=Overheads(
         weights_efficiency=0.8,
@@ -186,21 +203,22 @@ FREE_LIMITS = FitLimits(
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """One engine configuration under one load, and its measured time per output token."""
+    """One row of the sample: an engine under one load, and its measured time per output token."""
 
-    engine: str
+    engine: str  #: the software: vllm, sglang or trtllm
     gpu: str
     model: str  #: with the data type of its weights: `llama3.1-70b-fp8`
     tp: int  #: GPUs that share the model
     concurrency: int  #: requests that clients keep open
     isl: int  #: tokens of each prompt
     osl: int  #: tokens of each answer
-    tpot_s: float
-    ttft_s: float = 0.0
-    expert_parallel: int = 1  #: groups of GPUs that have different experts
-    version: str = (
-        ""  #: of the engine, behind the date of its measurement: a later one sorts behind
-    )
+    tpot_s: float  #: time per output token
+    ttft_s: float = 0.0  #: time to the first token; 0: not known, and no sign of a queue
+    #: Groups of GPUs that have different experts. No formula has it; it tells measurements apart.
+    expert_parallel: int = 1
+    #: The date of the measurement, if it is known, and the version of the engine. As texts, a newer
+    #: measurement comes after an older one.
+    version: str = ""
     implausible: bool = False  #: of `IMPLAUSIBLE`, which no fit uses
 
     @property
@@ -210,7 +228,7 @@ class MeasuredEngine:
 
     @property
     def measured_s(self) -> float:
-        """The time that is predicted."""
+        """The measured time, which `predict_s` predicts."""
         return self.tpot_s
 
     @property
@@ -222,7 +240,7 @@ class MeasuredEngine:
         """Return the seconds per output token by the module's formulas.
 
         `rows` is their B, at least 1: an engine whose KV is smaller than one sequence serves one
-        still.
+        still. A step computes whole rows; B is not whole where KV limits it.
         """
         kv_tokens = _kv_tokens(*self.replica)
         mean_length = self.isl + self.osl / 2
@@ -287,7 +305,7 @@ def _parse_engine(row: dict[str, str]) -> MeasuredEngine | None:
     model = f"{MODEL_NAMES[name]}-{data_type}"
     tp = int(row["tp_size"])
     expert_parallel = int(row["moe_ep_size"] or 1)
-    # With experts, some rows count the GPUs of several replicas.
+    # Some rows with experts have the GPUs of several replicas in `moe_tp_size` or `moe_ep_size`.
     if find_model(model).experts and int(row["moe_tp_size"]) * expert_parallel != tp:
         return None
     measured = re.search(r"measured=([-\d]+)", source)
@@ -308,7 +326,10 @@ def _parse_engine(row: dict[str, str]) -> MeasuredEngine | None:
 
 
 def newest_unqueued(engines: Iterable[MeasuredEngine]) -> list[MeasuredEngine]:
-    """Return the newest measurement of each configuration, without those whose requests queued."""
+    """Return the newest measurement of each engine, replica and load.
+
+    Measurements whose requests queued are left out first.
+    """
     newest: dict[tuple, MeasuredEngine] = {}
     for engine in engines:
         if engine.ttft_s > QUEUED_SHARE * engine.osl * engine.tpot_s:
@@ -321,7 +342,12 @@ def newest_unqueued(engines: Iterable[MeasuredEngine]) -> list[MeasuredEngine]:
 
 
 def read_own_engine(path: Path = OWN_TABLES) -> list[MeasuredCall]:
-    """Return the steps and prompts of our own engine, from the tables of the GPU proof."""
+    """Return the steps and prompts of our own engine, from the tables of the GPU proof.
+
+    The proof times kernels on a real GPU (`engine/gpu/prove.py`). A table's title ends with what it
+    has (`## ...: Decode, bf16`); its first column is `rows x context`, or a prompt's tokens, and its
+    second one milliseconds. Raises ValueError where one of the four tables is missing.
+    """
     tables: dict[str, list[list[str]]] = defaultdict(list)
     title = ""
     for line in path.read_text().splitlines():
@@ -329,6 +355,10 @@ def read_own_engine(path: Path = OWN_TABLES) -> list[MeasuredCall]:
             title = line.removeprefix("## ").partition(": ")[2]
         elif re.match(r"\| \d", line):
             tables[title].append([cell.strip() for cell in line.strip("|").split("|")])
+
+    missing = {"Decode, bf16", "Prefill", SAMPLED_STEPS, "Decode, FP8 weights"} - tables.keys()
+    if missing:
+        raise ValueError(f"{path.name} has no table: {', '.join(sorted(missing))}")
 
     def steps(title: str, model: str, *, tests: bool) -> list[MeasuredCall]:
         calls: list[MeasuredCall] = []
@@ -343,11 +373,10 @@ def read_own_engine(path: Path = OWN_TABLES) -> list[MeasuredCall]:
         MeasuredCall("H200", "llama3.1-8b-bf16", float(milliseconds) / 1e3, 0, int(tokens))
         for tokens, milliseconds, *_ in tables["Prefill"]
     ]
-    sampled = "Decode, bf16, temperature 0.6 and top_p 0.9"
     return [
         *steps("Decode, bf16", "llama3.1-8b-bf16", tests=False),
         *prompts,
-        *steps(sampled, "llama3.1-8b-bf16", tests=True),
+        *steps(SAMPLED_STEPS, "llama3.1-8b-bf16", tests=True),
         *steps("Decode, FP8 weights", "llama3.1-8b-fp8", tests=True),
     ]
 
@@ -369,17 +398,26 @@ def predict(measured: Iterable[Measured], overheads: Overheads) -> list[float]:
     return predicted
 
 
-def fit_overheads(measured: Sequence[Measured], limits: FitLimits = FREE_LIMITS) -> Overheads:
+class FittedOverheads(NamedTuple):
+    """Overheads, and the limits within which they were found at last."""
+
+    overheads: Overheads
+    limits: FitLimits
+
+
+def fit_overheads(measured: Sequence[Measured], limits: FitLimits = FREE_LIMITS) -> FittedOverheads:
     """Return the overheads that predict these times best, to four digits.
 
-    What each row takes of the host (`row_s`) is 0 where the fit leaves it at its start: if a step's
-    weights take longer than its rows, no measurement tells it.
+    What each row takes of the host (`row_s`) is held at 0 where the fit leaves it at its start. A step
+    takes as long as reading its weights or as its rows, whichever is more: if that is always the
+    weights, no measurement tells `row_s`.
     """
     overheads = _fit_within(measured, limits)
     row_s = limits.start.row_s
     if limits.upper.row_s and abs(overheads.row_s - row_s) <= UNTOLD_SHARE * row_s:
-        return _fit_within(measured, _without_rows(limits))
-    return overheads
+        limits = _without_rows(limits)
+        overheads = _fit_within(measured, limits)
+    return FittedOverheads(overheads, limits)
 
 
 def _without_rows(limits: FitLimits) -> FitLimits:
@@ -468,7 +506,10 @@ def summarise(made: list[Prediction]) -> PredictionError:
 
 
 def summarise_groups(made: list[Prediction]) -> dict[str, PredictionError]:
-    """Return the errors of all predictions, and of those of each GPU and model."""
+    """Return the errors of all predictions ("all"), and of those of each pair of GPU and model.
+
+    Empty without predictions.
+    """
     if not made:
         return {}
     groups: dict[str, list[Prediction]] = defaultdict(list)
@@ -478,7 +519,7 @@ def summarise_groups(made: list[Prediction]) -> dict[str, PredictionError]:
 
 
 def cross_validate(engines: list[MeasuredEngine]) -> list[Prediction]:
-    """Return predictions of each engine by a fit to other configurations."""
+    """Return predictions by fits to other configurations; none where all are in one part."""
     parts: list[list[MeasuredEngine]] = [[] for _ in range(FOLDS)]
     for engine in engines:
         parts[_fold(engine)].append(engine)
@@ -486,15 +527,14 @@ def cross_validate(engines: list[MeasuredEngine]) -> list[Prediction]:
     for part in parts:
         others = [engine for other in parts if other is not part for engine in other]
         if part and others:
-            made += predictions(part, fit_overheads(others))
+            made += predictions(part, fit_overheads(others).overheads)
     return made
 
 
 def leave_groups_out(measured: Sequence[Measured], limits: FitLimits) -> PredictionError | None:
-    """Return the errors where each GPU and model is predicted by a fit to all others.
+    """Return the errors where each pair of GPU and model is predicted by a fit to all other pairs.
 
-    Groups of which fewer than `LEAST_OTHERS` others remain are passed over; None: there are none
-    else.
+    A pair beside which there are fewer than `LEAST_OTHERS` measurements is passed over; None: all are.
     """
     groups: dict[str, list[Measured]] = defaultdict(list)
     for one in measured:
@@ -503,18 +543,18 @@ def leave_groups_out(measured: Sequence[Measured], limits: FitLimits) -> Predict
     for name, members in groups.items():
         others = [one for other, ones in groups.items() if other != name for one in ones]
         if len(others) >= LEAST_OTHERS:
-            made += predictions(members, fit_overheads(others, limits))
+            made += predictions(members, fit_overheads(others, limits).overheads)
     return summarise(made) if made else None
 
 
 def _group_of(measured: Measured) -> str:
-    """Return the GPU and the model, as `EngineFit` names them."""
+    """Return the pair of GPU and model, as `EngineFit` names it: `H200 llama3.1-70b-fp8`."""
     model, gpu, _ = measured.replica
     return f"{gpu} {model}"
 
 
 def measured_groups(measured: Sequence[Measured]) -> tuple[str, ...]:
-    """Return the GPUs and models that were measured."""
+    """Return the pairs of GPU and model that were measured."""
     return tuple(sorted({_group_of(one) for one in measured}))
 
 
@@ -559,7 +599,7 @@ def fit_dense_vllm(engines: list[MeasuredEngine]) -> EngineFit:
     ]
     fitted = [engine for engine in dense if engine.gpu == FITTED_GPU]
     others = [engine for engine in dense if engine.gpu != FITTED_GPU]
-    overheads = fit_overheads(fitted, HELD_LIMITS)
+    overheads, limits = fit_overheads(fitted, HELD_LIMITS)
     return EngineFit(
         engine=DEFAULT_ENGINE,
         kernels=Kernels.DENSE,
@@ -569,7 +609,7 @@ def fit_dense_vllm(engines: list[MeasuredEngine]) -> EngineFit:
         measured=measured_groups([*fitted, *others]),
         left_out=None,  # it is tested by what it was not fitted to
         not_fitted=summarise_groups(predictions(others, overheads)),
-        at_bounds=find_at_bounds(overheads, HELD_LIMITS),
+        at_bounds=find_at_bounds(overheads, limits),
     )
 
 
@@ -577,7 +617,7 @@ def fit_kind(
     engine: str, kernels: Kernels, generation: str, members: list[MeasuredEngine]
 ) -> EngineFit:
     """Return the fit to all engines of a kind, tested by cross-validation."""
-    overheads = fit_overheads(members)
+    overheads, limits = fit_overheads(members)
     return EngineFit(
         engine=engine,
         kernels=kernels,
@@ -587,15 +627,14 @@ def fit_kind(
         measured=measured_groups(members),
         left_out=leave_groups_out(members, FREE_LIMITS),
         not_fitted=summarise_groups(cross_validate(members)),
-        at_bounds=find_at_bounds(overheads, FREE_LIMITS),
+        at_bounds=find_at_bounds(overheads, limits),
     )
 
 
 def fit_own_engine(calls: list[MeasuredCall]) -> EngineFit:
     """Return the fit to our own engine's greedy steps and prompts in bf16, tested on the others."""
     fitted = [call for call in calls if not call.tests]
-    # One model tells no more of a step's overhead and its layers' than their sum.
-    overheads = fit_overheads(fitted, HELD_LIMITS)
+    overheads, limits = fit_overheads(fitted, HELD_LIMITS)
     others = [call for call in calls if call.tests]
     return EngineFit(
         engine="diptych",
@@ -606,7 +645,7 @@ def fit_own_engine(calls: list[MeasuredCall]) -> EngineFit:
         measured=measured_groups([*fitted, *others]),
         left_out=None,  # it is tested by what it was not fitted to
         not_fitted=summarise_groups(predictions(others, overheads)),
-        at_bounds=find_at_bounds(overheads, HELD_LIMITS),
+        at_bounds=find_at_bounds(overheads, limits),
     )
 
 
@@ -635,36 +674,41 @@ def _print_fit(fit: EngineFit) -> None:
     print(f"{fit.engine}, {fit.kernels}, {' and '.join(fit.generations)}: {fit.overheads}")
     for value in fit.at_bounds:
         print(f"  on its limit: {value}")
-    errors = {"fitted": fit.fitted} | fit.not_fitted
+    not_fitted = {f"not fitted, {group}": error for group, error in fit.not_fitted.items()}
+    errors = {"fitted": fit.fitted} | not_fitted
     if fit.left_out is not None:
-        errors["each GPU and model left out"] = fit.left_out
+        errors["each pair of GPU and model left out"] = fit.left_out
     for group, error in errors.items():
         values = msgspec.structs.asdict(error).items()
-        print(f"  {group:32} " + "  ".join(f"{name} {value}" for name, value in values))
+        print(f"  {group:42} " + "  ".join(f"{name} {value}" for name, value in values))
 
 
 def _print_engines(fits: list[EngineFit]) -> None:
-    """Print the mean error of each engine, of dense models and of mixtures of experts."""
+    """Print the mean error of each engine, of dense models and of mixtures of experts.
+
+    It is of the time per output token; of our own engine, of the steps that test its fit.
+    """
     rows: dict[tuple[str, ...], int] = defaultdict(int)
     weighted: dict[tuple[str, ...], float] = defaultdict(float)
     for fit in fits:
         kind = "dense" if fit.kernels.is_dense else "experts"
-        for test, error in (("not fitted", fit.not_fitted["all"]), ("left out", fit.left_out)):
+        errors = {"not fitted": fit.not_fitted.get("all"), "pair left out": fit.left_out}
+        for test, error in errors.items():
             if error is not None:
                 rows[fit.engine, kind, test] += error.rows
                 weighted[fit.engine, kind, test] += error.rows * error.mean
     print(
-        "mean error of the time per token, of configurations that were not fitted to, and where all"
+        "mean error of the predicted time: of measurements that were not fitted to; and of pairs of"
     )
-    print("of a GPU and model was left out")
+    print("GPU and model, each predicted by a fit to all other pairs")
     for key, count in sorted(rows.items()):
         print(f"  {', '.join(key):30} {weighted[key] / count:.3f} of {count}")
 
 
 def _print_implausible(engines: list[MeasuredEngine], fits: list[EngineFit]) -> None:
-    """Print how far the fits are from the engines that none of them uses."""
+    """Print how far vLLM's dense fit is from the engines that no fit uses, which are such ones."""
     left_out = [engine for engine in engines if engine.implausible]
-    fit = next(fit for fit in fits if fit.engine == DEFAULT_ENGINE)
+    fit = next(fit for fit in fits if (fit.engine, fit.kernels) == (DEFAULT_ENGINE, Kernels.DENSE))
     print("left out as implausible, with the fit of vLLM's dense models")
     for group, error in summarise_groups(predictions(left_out, fit.overheads)).items():
         print(f"  {group:20} {error.mean:.3f} of {error.rows}, bias {error.bias:+.3f}")

@@ -1,8 +1,10 @@
 """Tiers of KV below a simulated worker's pool: host memory and disk.
 
-A block that the pool evicts is in memory from then on, and on disk too if there is one. Writing costs
-the worker nothing, as engines copy ahead of the eviction. Memory keeps the blocks used last, and the
-disk those used last of all: what is only there comes back slower. Loads go one after the other.
+A block that the pool evicts goes to memory, and to disk too if there is one. That is assumed to cost the
+worker nothing, as our engine copies ahead of the eviction. A tier that is full drops the block whose last
+use is longest ago; an eviction from the pool and a load are uses. The disk holds what memory holds and
+older blocks behind; those come back slower. One that is smaller than memory is of no use. Loads go one
+after the other, whichever tier they are from.
 
 Sizes and speeds are of one worker, written `memory=256GiB,disk=2TiB` or, with speeds of their own,
 `memory=256GiB@40GB/s,disk=2TiB@6GB/s`.
@@ -18,9 +20,10 @@ from dataclasses import dataclass
 from ..engine.blocks import BlockPool
 from .errors import SimulationError
 
-#: Of each GPU of a worker; assumed: half of what PCIe 5.0 x16 carries, as blocks are copied in pieces.
+#: KV that comes back from host memory, for each GPU of a worker. Assumed: about half of what PCIe 5.0 x16
+#: carries (64 GB/s), as a block is copied layer by layer, in small pieces.
 MEMORY_BYTES_PER_S = 30e9
-#: The same for disk; assumed: one NVMe drive of 6 GB/s for two GPUs.
+#: KV that comes back from disk, for each GPU. Assumed: one NVMe drive of 6 GB/s for two GPUs.
 DISK_BYTES_PER_S = 3e9
 UNITS = {"GiB": 1 << 30, "TiB": 1 << 40}
 PATTERN = r"(memory|disk)=(\d+\.?\d*|\.\d+)(GiB|TiB)(?:@(\d+\.?\d*|\.\d+)GB/s)?"
@@ -38,7 +41,7 @@ class TierSizes:
 
     @staticmethod
     def parse(text: str) -> TierSizes | None:
-        """Return the tiers of a text as in the module's docstring; None of an empty one.
+        """Return the tiers of a text as in the module's docstring; None for an empty one.
 
         Raises SimulationError.
         """
@@ -68,7 +71,7 @@ class TierSizes:
         )
 
     def scaled(self, factor: float) -> TierSizes:
-        """Return tiers that hold `factor` times as much, as fast."""
+        """Return tiers that hold `factor` times as much, at the same speed."""
         return TierSizes(
             memory_bytes=self.memory_bytes * factor,
             disk_bytes=self.disk_bytes * factor,
@@ -79,11 +82,11 @@ class TierSizes:
     def of_worker(self, kv_token_bytes: float, gpus: int) -> WorkerTiers:
         """Return the tiers in tokens, of a worker with so many GPUs.
 
-        `kv_token_bytes` is the KV of one token on all of them. Raises SimulationError if it is not
-        known, or memory does not hold a token.
+        `kv_token_bytes` has the KV of one token, of all GPUs together, copies included; 0: it is not
+        known. Raises SimulationError if it is not, or memory does not hold a token.
         """
         if not kv_token_bytes:
-            raise SimulationError("tiers: how large the KV of these workers is was not measured")
+            raise SimulationError("tiers: nobody has measured how large the KV of these workers is")
         if self.memory_bytes < kv_token_bytes:
             raise SimulationError("tiers: the memory does not hold the KV of one token")
         memory_speed = self.memory_bytes_per_s or MEMORY_BYTES_PER_S * gpus
@@ -108,7 +111,7 @@ def _bytes_text(size: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTiers:
-    """The tiers of one kind of worker, in tokens."""
+    """The tiers of one worker, in tokens of KV."""
 
     memory_tokens: int
     disk_tokens: int
@@ -117,15 +120,20 @@ class WorkerTiers:
 
 
 class SimulatedTiers:
-    """Which contents the tiers of one worker hold, and when their next load could begin."""
+    """Which blocks the tiers of one worker hold, and how long loads take.
+
+    A block is known by its content: a hash of its tokens and of all before them. Times are seconds of
+    the simulated clock.
+    """
 
     def __init__(self, tiers: WorkerTiers, block_tokens: int) -> None:
         """`block_tokens`: tokens of a block."""
         self._block_tokens = block_tokens
-        self._kind = tiers
+        self._tiers = tiers
         self._memory_blocks = tiers.memory_tokens // block_tokens
+        #: In either tier: memory holds nothing that a larger disk lacks.
         self._all_blocks = max(self._memory_blocks, tiers.disk_tokens // block_tokens)
-        #: Contents by their last use, the oldest first: in memory, and in either tier.
+        #: Contents in the order of their last use, the oldest first: in memory, and in either tier.
         self._in_memory: OrderedDict[bytes, None] = OrderedDict()
         self._held: OrderedDict[bytes, None] = OrderedDict()
         self._free_at = 0.0  #: when the last load ends
@@ -136,11 +144,11 @@ class SimulatedTiers:
         self._use(content)
         while len(self._held) > self._all_blocks:
             oldest, _ = self._held.popitem(last=False)
-            self._in_memory.pop(oldest, None)
             left.append(oldest)
         return left
 
     def _use(self, content: bytes) -> None:
+        """Makes this the latest use, in memory too; memory drops what was not used for longest."""
         for order in (self._in_memory, self._held):
             order[content] = None
             order.move_to_end(content)
@@ -155,23 +163,27 @@ class SimulatedTiers:
         return len(contents)
 
     def load(self, contents: Sequence[bytes], now: float) -> float:
-        """Load contents that are held; return when they are in the pool.
+        """Load the blocks of a prefix, all of which a tier holds; return when they are in the pool.
 
-        They stay in the tiers, and are in memory from then on.
+        There must be one at least. They stay in the tiers, and come to memory. The head counts as used
+        last, as a prefix is worth nothing without it.
         """
         seconds = 0.0
         for content in contents:
             in_memory = content in self._in_memory
-            token_s = self._kind.memory_token_s if in_memory else self._kind.disk_token_s
+            token_s = self._tiers.memory_token_s if in_memory else self._tiers.disk_token_s
             seconds += token_s * self._block_tokens
-        for content in contents:
+        for content in reversed(contents):
             self._use(content)
         self._free_at = max(self._free_at, now) + seconds
         return self._free_at
 
 
 def put_below(pool: BlockPool, tiers: SimulatedTiers) -> None:
-    """Let the tiers take the blocks that the pool evicts."""
+    """Let the tiers take the blocks that the pool evicts.
+
+    The pool keeps what the router is told of them (their marks), as it does for a live worker's tiers.
+    """
 
     def take(content: bytes, marks: Sequence[bytes]) -> None:
         left = tiers.store(content)

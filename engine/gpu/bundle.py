@@ -1,13 +1,15 @@
 """Packs what a bare machine with a GPU needs to run the proof: of this package, and of others.
 
-The proof (`prove.py`) shows on a real GPU that kernels and KV transfers are right, and how fast.
+The proof (`prove.py`) shows on a real GPU that kernels and KV transfers are right, and how fast. The
+bundle is made here, where a package registry is reached, by a command of the proof:
 
     python -m diptych.engine.gpu.prove --bundle FOLDER
 
-Such a machine has torch and Triton, its own Python, and reaches no registry. The folder is put on
-its PYTHONPATH: wheels are unpacked into it, so that nothing is installed there. A package that could
-not be had, or is too large, is named in MISSING.txt. Without an optional one the proof leaves out
-what needs it; a required one must be on that machine already.
+The bare machine has Python, torch and Triton, and reaches no registry. There the folder is put on
+PYTHONPATH, and the proof is started without `--bundle`: wheels are unpacked into the folder already,
+so that nothing is installed. A package that could not be had, or is too large, is named in
+MISSING.txt, which is empty otherwise. Without an optional one the proof leaves out what needs it; a
+required one that is missing must be on that machine already.
 """
 
 from __future__ import annotations
@@ -22,26 +24,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-#: Packages that are imported and do not come with torch. The first ones get what room there is.
+#: Packages that the modules of `FOLDERS` import and that do not come with torch, their own
+#: dependencies included. They are packed in this order, before `OPTIONAL`, while there is room.
 REQUIRED = ("msgspec", "xxhash", "annotated-types", "llguidance", "safetensors")
-#: What some parts of the proof need: NIXL's build for CUDA 13, and the package that chooses a build.
+#: What the proof of KV transfers needs: NIXL, NVIDIA's library that moves memory between processes.
+#: `nixl` is a thin package that imports the build for the machine's CUDA, here that for CUDA 13.
 OPTIONAL = ("nixl-cu13", "nixl")
-#: What NIXL's wheel has that the proof has no use for, more than half of it: how its paths begin.
+#: Files of `nixl-cu13` that are not unpacked, by how their paths begin: expert parallelism, scripts and
+#: a benchmark, more than half of the wheel. The proof has no use for them.
 LEFT_OUT = ("nixl_ep_cu13/", "nixl_cu13.scripts/", "nixl_cu13.libs/ucx/libucx_perftest")
 
 #: The Python of the machines that the bundle is for.
 PYTHON_VERSION = "3.12"
-#: pip takes a wheel that names one of these (or `any`): it does not take older ones by itself.
+#: pip takes a wheel whose name has one of these tags, or `any`. All tags from glibc 2.17 to 2.39, that of
+#: the machines, are listed: of a tag `manylinux_2_N` pip does not infer those with a smaller N.
 PLATFORMS = ("manylinux2014_x86_64", *(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)))
 
-#: The folder is sent as an archive, of so many bytes at most. A wheel counts by the compressed size of
+#: Bytes of the archive as which a user may have to send the folder. No further wheel is packed that would
+#: go beyond; this package's own files are packed in any case. A wheel counts by the compressed size of
 #: what is unpacked of it, and a file of this package by its whole size, though it will be compressed.
 SIZE_LIMIT = 64 << 20
 
 #: Seconds that pip may take for one wheel.
 DOWNLOAD_S = 120.0
 
-#: Folders of this package that the proof needs.
+#: Folders of this package that the proof needs: kernels, KV transfers, and the messages of both.
 FOLDERS = ("engine", "kv_transfer", "protos")
 
 #: Puts the wheel of a package into a folder. Returns why it could not; None: it has.
@@ -52,7 +59,7 @@ Download: TypeAlias = Callable[[str, Path], str | None]
 class Bundle:
     """What was packed."""
 
-    packed: list[str]  #: Names of wheels.
+    packed: list[str]  #: File names of the wheels.
     missing: list[str]  #: Names of packages, each with the reason.
     size_bytes: int  #: Of this package's files and of the wheels, as `SIZE_LIMIT` counts them.
 
@@ -60,7 +67,8 @@ class Bundle:
 def download_wheel(name: str, folder: Path) -> str | None:
     """Fetch the wheel of a package for `PYTHON_VERSION` with pip. Returns why it could not, or None.
 
-    It is the version that is installed here; where none is, the newest.
+    It is the version that is installed here; where none is, the newest that has such a wheel. What the
+    package depends on is not fetched.
     """
     try:
         requirement = f"{name}=={importlib.metadata.version(name)}"
@@ -100,17 +108,22 @@ def _unpack(wheel_file: Path, folder: Path, bytes_left: int) -> tuple[str | None
 
 
 def make_bundle(folder: Path, download: Download = download_wheel) -> Bundle:
-    """Fill `folder`, which must be empty or new. Raises FileExistsError where it is not."""
+    """Copy `FOLDERS` into `folder`, and unpack the wheels of `REQUIRED` and `OPTIONAL` beside them.
+
+    `folder` must be empty or new. Raises FileExistsError where it is not. A package that could not be
+    packed raises nothing: `Bundle.missing` and MISSING.txt name it.
+    """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty: name a new folder")
     package = folder / "diptych"
     package.mkdir(parents=True)
     root = Path(__file__).parents[2]
-    # No compiled kernels of this machine's CPU: the proof runs those of Triton, compiled over there.
+    # Libraries that were compiled for this machine's CPU (*.so) stay here: on the GPU the proof runs
+    # kernels in Triton, which are compiled there.
     ignore = shutil.ignore_patterns("__pycache__", "*.so", "tests")
     for name in FOLDERS:
         shutil.copytree(root / name, package / name, ignore=ignore)
-    # The real one imports what the proof does not need.
+    # The package's own `__init__.py` imports what the proof does not need.
     (package / "__init__.py").write_text('"""The part of Diptych that the proof needs."""\n')
     size = sum(path.stat().st_size for path in package.rglob("*") if path.is_file())
     packed: list[str] = []

@@ -14,7 +14,7 @@ What is pinned is never evicted: a load waits for it, or a copy reads or fills i
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ class TierIndex:
     """The state of both tiers, without their bytes.
 
     Content hashes are 16 bytes; slots count from 0. Methods come in pairs: `begin_store` and
-    `end_store`, `pin` and `unpin`, `begin_move` and `end_move`, `attach_disk` and `detach_disk`.
+    `end_store`, `pin_prefix` and `unpin`, `begin_move` and `end_move`, `attach_disk` and `detach_disk`.
     """
 
     def __init__(self, memory_slots: int) -> None:
@@ -150,21 +150,28 @@ class TierIndex:
             return BlockSlots(None, None)
         return BlockSlots(entry.memory, entry.disk)
 
-    def pin(self, content: bytes) -> bool:
-        """Keeps the block in place until `unpin`; False when no tier holds it. Counts as a use."""
-        entry = self._entries.get(content)
-        if entry is None or not entry.in_a_tier:
-            return False
+    def pin_prefix(self, contents: Sequence[bytes]) -> int:
+        """Keeps the leading blocks that a tier holds in place until `unpin`; returns how many.
+
+        This counts as a use of each, the tail's before the head's: without its head a prefix is worth
+        nothing, so the tail is to be evicted first.
+        """
+        count = self.count_held(contents).total
+        for content in reversed(contents[:count]):
+            self._pin(content)
+        return count
+
+    def _pin(self, content: bytes) -> None:
+        entry = self._entries[content]
         entry.pins += 1
         self._mark_used(content)
         if entry.memory is None and entry.filling is None:
             self._promotions[content] = None
             if len(self._promotions) > PROMOTION_LIMIT:
                 self._promotions.popitem(last=False)
-        return True
 
     def unpin(self, content: bytes) -> None:
-        """Ends one `pin`. A block that no tier holds any more is forgotten with its last pin."""
+        """Ends one pin of `pin_prefix`. A block that no tier holds any more is forgotten with its last pin."""
         self._entries[content].pins -= 1
         self._forget_if_in_no_tier(content)
 

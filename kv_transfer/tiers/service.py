@@ -167,9 +167,7 @@ class TieredStore:
         with self._wake:
             if not self._accepts(size, "load"):
                 return False
-            pinned = 0
-            while pinned < len(pairs) and self._index.pin(pairs[pinned][0]):
-                pinned += 1
+            pinned = self._index.pin_prefix([content for content, _ in pairs])
             self._loads.append(LoadRequest(list(pairs), done, pinned))
             self._count_request(size)
         return True

@@ -29,6 +29,16 @@ def demoted(index):
     return move.content
 
 
+def test_of_a_prefix_that_was_loaded_the_tail_leaves_memory_first() -> None:
+    index = TierIndex(3)
+    stored(index, A, B, C)
+    assert index.pin_prefix([A, B, D]) == 2
+    for content in (A, B):
+        index.unpin(content)
+    stored(index, D, E)  # C leaves, which was not used, and then B
+    assert index.count_held([A]) == (1, 0) and index.count_held([B]) == (0, 0)
+
+
 def test_what_left_its_last_tier_is_told_once_unless_it_is_back() -> None:
     index = TierIndex(2)
     index.attach_disk(1, [])
@@ -73,7 +83,7 @@ def test_a_block_that_is_on_disk_leaves_memory_without_a_loss() -> None:
 def test_a_block_that_is_used_from_disk_comes_back_to_memory() -> None:
     index = TierIndex(1)
     index.attach_disk(2, [(A, 1)])
-    assert index.pin(A)
+    assert index.pin_prefix([A])
     move = index.begin_move(writes=True)
     assert move == CopyToMemory(A, memory_slot=0, disk_slot=1)
     index.end_move(move, ok=True)
@@ -84,7 +94,7 @@ def test_a_block_that_is_used_from_disk_comes_back_to_memory() -> None:
 def test_the_block_that_was_used_last_comes_back_to_memory_first() -> None:
     index = TierIndex(2)
     index.attach_disk(2, [(A, 0), (B, 1)])
-    assert index.pin(A) and index.pin(B) and index.pin(A)
+    assert index.pin_prefix([A]) and index.pin_prefix([B]) and index.pin_prefix([A])
     moves = [index.begin_move(writes=True) for _ in range(2)]
     assert [move.content for move in moves] == [A, B]
 
@@ -93,7 +103,7 @@ def test_a_promotion_takes_no_slot_whose_block_would_be_lost() -> None:
     index = TierIndex(1)
     index.attach_disk(1, [(A, 0)])
     stored(index, B)
-    assert index.pin(A)
+    assert index.pin_prefix([A])
     assert index.begin_move(writes=True) is None  # and B cannot go to disk: A is pinned there
     assert index.count_held([B, A]) == (1, 1)
 
@@ -103,11 +113,11 @@ def test_what_is_pinned_is_evicted_from_neither_tier() -> None:
     index.attach_disk(1, [])
     stored(index, A)
     demoted(index)
-    assert index.pin(A)
+    assert index.pin_prefix([A])
     assert index.begin_store(B) is None and B not in index
     index.unpin(A)
     stored(index, B)  # A is on disk only
-    assert index.pin(A)
+    assert index.pin_prefix([A])
     assert index.begin_move(writes=True) is None
     index.unpin(A)
     assert demoted(index) == B and index.removal_reasons == {"evicted": 1}
@@ -129,7 +139,7 @@ def test_a_lost_disk_makes_misses_of_what_only_it_had() -> None:
     index = TierIndex(2)
     index.attach_disk(2, [(A, 0), (B, 1)])
     stored(index, B)
-    assert index.pin(A)
+    assert index.pin_prefix([A])
     index.detach_disk()
     assert index.count_held([B, A]) == (1, 0) and index.dirty_blocks == 1
     index.unpin(A)
@@ -197,7 +207,9 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(content=contents)
     def pin(self, content: bytes) -> None:
-        assert self.index.pin(content) == (self.index.count_held([content]) != (0, 0))
+        assert bool(self.index.pin_prefix([content])) == (
+            self.index.count_held([content]) != (0, 0)
+        )
         if self.index.count_held([content]) != (0, 0):
             self.pins[content] += 1
 

@@ -84,6 +84,15 @@ def test_loads_go_one_after_the_other() -> None:
     assert tiers.load(NAMES[:1], now=1.0) == pytest.approx(1.0 + 192e-4)
 
 
+def test_of_a_prefix_that_was_loaded_the_tail_is_dropped_first() -> None:
+    tiers = SimulatedTiers(replace(TIERS, disk_tokens=0), block_tokens=64)
+    for name in NAMES[:4]:
+        tiers.store(name)
+    tiers.load(NAMES[:4], now=0.0)
+    assert tiers.store(b"new") == NAMES[3:4]
+    assert tiers.count_held(NAMES[:4]) == 3
+
+
 def test_an_evicted_block_is_demoted_and_in_the_end_evicted() -> None:
     small = WorkerTiers(memory_tokens=64, disk_tokens=0, memory_token_s=0.0, disk_token_s=0.0)
     pool = BlockPool(2)

@@ -153,6 +153,8 @@ class BlockPool:
         #: The marks of contents that a tier holds: by content, and how many contents have each.
         self._tier_marks: dict[bytes, Sequence[bytes]] = {}
         self._tier_mark_counts: dict[bytes, int] = {}
+        #: Marks that only the tiers have, as a set in the order in which they left the pool.
+        self._demoted_marks: dict[bytes, None] = {}
         #: Called with content and marks before a cached block is overwritten; None: nobody asks. A
         #: simulation's tiers take the block then.
         self.before_eviction: Callable[[bytes, Sequence[bytes]], None] | None = None
@@ -297,9 +299,12 @@ class BlockPool:
     # ---- what routers are told ---------------------------------------------------------------
 
     def set_marks(self, number: int, marks: Sequence[bytes]) -> None:
-        """Replaces the marks of a published block."""
-        assert self._blocks[number].content is not None, number
-        self._set_marks(self._blocks[number], marks)
+        """Replaces the marks of a published block, also for its copy in a tier."""
+        block = self._blocks[number]
+        assert block.content is not None, number
+        self._set_marks(block, marks)
+        if block.content in self._tier_marks:
+            self.note_in_tier(block.content, marks)
 
     def _set_marks(self, block: Block, marks: Sequence[bytes]) -> None:
         # The new marks are counted before the old ones are removed: a mark that is among both is
@@ -311,6 +316,7 @@ class BlockPool:
             self._mark_counts[mark] = count
             if count == 1:
                 self.stored_marks.append(mark)
+                self._demoted_marks.pop(mark, None)
         self._remove_marks(previous_marks)
 
     def _remove_marks(self, marks: Sequence[bytes]) -> None:
@@ -321,16 +327,22 @@ class BlockPool:
             else:
                 del self._mark_counts[mark]
                 self.removed_marks.append(mark)
+                if mark in self._tier_mark_counts:
+                    self._demoted_marks[mark] = None
 
     def drain_events(self) -> MarkChanges:
-        """Returns what became of marks since the last call, by where they are now."""
+        """Returns what became of marks since the last call, by where they are now.
+
+        A prefix's demoted marks come head first, as the stored ones do.
+        """
         stored = [mark for mark in self.stored_marks if mark in self._mark_counts]
         # A mark that left both the pool and the tiers is there twice.
         removed = dict.fromkeys(
             mark for mark in self.removed_marks if mark not in self._mark_counts
         )
         evicted = [mark for mark in removed if mark not in self._tier_mark_counts]
-        demoted = [mark for mark in removed if mark in self._tier_mark_counts]
+        # Tails leave the pool before their heads.
+        demoted = [mark for mark in reversed(removed) if mark in self._tier_mark_counts]
         self.stored_marks = []
         self.removed_marks = []
         return MarkChanges(stored, evicted, demoted)
@@ -340,8 +352,11 @@ class BlockPool:
         return list(self._mark_counts)
 
     def demoted_hashes(self) -> list[bytes]:
-        """Returns the marks of every content that only a tier holds."""
-        return [mark for mark in self._tier_mark_counts if mark not in self._mark_counts]
+        """Returns the marks of contents that only a tier holds, a prefix's head before its tail.
+
+        Those that a tier held before this pool was made are not known here.
+        """
+        return list(reversed(self._demoted_marks))
 
     # ---- tiers -------------------------------------------------------------------------------
 
@@ -381,6 +396,8 @@ class BlockPool:
         content = self._demoting.pop(number)
         self._copied_blocks += copied
         block = self._blocks[number]
+        if copied and block.content == content:
+            self.note_in_tier(content, block.marks)
         block.references -= 1
         if block.references:
             return
@@ -390,28 +407,30 @@ class BlockPool:
         if block.content == content:  # else it was unpublished, and holds something else since
             block.in_tier = copied
             block.refused_at = None if copied else self._copied_blocks
-            if copied:
-                self.note_in_tier(content, block.marks)
         self._cached.put_back(block)
 
     def note_in_tier(self, content: bytes, marks: Sequence[bytes]) -> None:
-        """Notes that a tier holds this content now."""
-        if content in self._tier_marks:
-            return
-        self._tier_marks[content] = marks
+        """Notes that a tier holds this content, which is in the pool, and which marks it has."""
         for mark in marks:
             self._tier_mark_counts[mark] = self._tier_mark_counts.get(mark, 0) + 1
+        # After the new marks are counted: what is among both stays.
+        self._remove_tier_marks(content)
+        self._tier_marks[content] = marks
 
     def forget_in_tiers(self, contents: Iterable[bytes]) -> None:
         """Notes that no tier holds these contents any more; unknown ones change nothing."""
         for content in contents:
-            for mark in self._tier_marks.pop(content, ()):
-                count = self._tier_mark_counts[mark] - 1
-                if count:
-                    self._tier_mark_counts[mark] = count
-                else:
-                    del self._tier_mark_counts[mark]
-                    self.removed_marks.append(mark)
+            self._remove_tier_marks(content)
+
+    def _remove_tier_marks(self, content: bytes) -> None:
+        for mark in self._tier_marks.pop(content, ()):
+            count = self._tier_mark_counts[mark] - 1
+            if count:
+                self._tier_mark_counts[mark] = count
+            else:
+                del self._tier_mark_counts[mark]
+                self.removed_marks.append(mark)
+                self._demoted_marks.pop(mark, None)
 
     def validate(self) -> None:
         """Checks that every block is in exactly one place. For tests and after failures."""
@@ -429,6 +448,7 @@ class BlockPool:
         assert marks == self._mark_counts, self
         tier_marks = Counter(mark for marks in self._tier_marks.values() for mark in marks)
         assert tier_marks == self._tier_mark_counts, self
+        assert self._demoted_marks.keys() == tier_marks.keys() - marks.keys(), self
         assert all(not block.marks for block in self._blocks if block.content is None), self
 
     def __repr__(self) -> str:

@@ -19,9 +19,8 @@ Life of a fetch, before a prompt is computed:
 
 Serving a peer: after `PrefixRequested`, what the pool holds is pinned (`StagePrefix` with `pin_only`),
 the blocks are pushed, and `PushEnded` releases them. Where there are tiers, what they hold behind that is
-loaded into the pool and cached first. The peer waits meanwhile: it has offered its blocks already. Its
-ticket is unknown here until `ExpectOffer`, with 0 tokens where nothing is held; so no `PushEnded` comes
-before.
+loaded into the pool and cached first. The peer waits meanwhile: it has offered its blocks already. Where
+nothing is held, the ticket is opened (`ExpectOffer` with 0 tokens) to be cancelled: so the peer hears it.
 
 A *probe* moves blocks of no meaning in the same way, to see whether and how fast they move: both
 ends stage blocks and release them afterwards, and nothing is cached.
@@ -91,6 +90,10 @@ class ServedPrefix:
     peer: str  #: The worker that asked.
     hashes: list[bytes]  #: Content hashes of the prefix's blocks; empty for a probe.
     asks_tiers: bool  #: The tiers are still to be asked for what the pool lacks.
+    loading: bool = False  #: The tiers write into its blocks.
+    over: bool = (
+        False  #: The push has ended while the tiers were loading; blocks are released then.
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +204,7 @@ class PrefixExchange:
                 return self._handle_staged(event)
             case BlocksLoaded(key, block_count):
                 if key[0].endswith(SERVE_MARK):
-                    served = self.served[_unmarked(key)]
-                    return [CachePrefix(key, block_count), _stage_served(key, served)]
+                    return self._push_loaded(_unmarked(key), block_count)
                 return self._handle_loaded(key, block_count)
             case BlocksArrived(ticket_id, _, tokens, busy_s):
                 key = attempt_key_of(ticket_id)
@@ -218,9 +220,7 @@ class PrefixExchange:
                 del self.fetches[key]
                 return [ReleaseSequence(key)]
             case PushEnded(ticket_id):
-                key = attempt_key_of(ticket_id)
-                self.served.pop(key, None)
-                return [ReleaseSequence(_marked(key, SERVE_MARK))]
+                return self._end_serving(attempt_key_of(ticket_id))
             case _:
                 assert_never(event)
 
@@ -339,10 +339,13 @@ class PrefixExchange:
         What is pinned has its KV already, so that all can be pushed at once. Without room in the pool for
         what the tiers hold, the peer gets what the pool has.
         """
-        served = self.served[key]
+        served = self.served.get(key)
+        if served is None:
+            return []  # it has ended, and its blocks are released
         if served.asks_tiers:
             served.asks_tiers = False
             if staged.blocks and staged.tier_blocks:
+                served.loading = True
                 return [_load_from_tiers(staged, served.hashes)]
             return [_stage_served(staged.attempt_key, served)]
         blocks = staged.blocks
@@ -352,6 +355,25 @@ class PrefixExchange:
         if not blocks:
             return [expect, CancelTransfer(ticket_id, "not_held")]
         return [expect, PushBlocks(ticket_id, 0, blocks), FinishPush(ticket_id, b"")]
+
+    def _push_loaded(self, key: AttemptKey, block_count: int) -> list[PrefixAction]:
+        """Caches what the tiers have brought for a peer, and stages what is to be pushed."""
+        served_key = _marked(key, SERVE_MARK)
+        served = self.served[key]
+        served.loading = False
+        if served.over:
+            del self.served[key]
+            return [CachePrefix(served_key, block_count)]  # which releases all of its blocks
+        return [CachePrefix(served_key, block_count), _stage_served(served_key, served)]
+
+    def _end_serving(self, key: AttemptKey) -> list[PrefixAction]:
+        """Releases what was staged for a peer, once nothing writes into it."""
+        served = self.served.get(key)
+        if served is not None and served.loading:
+            served.over = True
+            return []
+        self.served.pop(key, None)
+        return [ReleaseSequence(_marked(key, SERVE_MARK))]
 
 
 def is_prefix_ticket(ticket_id: str) -> bool:

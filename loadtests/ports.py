@@ -21,13 +21,15 @@ def free_ports(count: int) -> list[int]:
     taken that none is found.
     """
     ports: list[int] = []
-    for _ in range(count * ATTEMPTS_PER_PORT):
-        if len(ports) == count:
-            return ports
+    attempts_left = count * ATTEMPTS_PER_PORT
+    while len(ports) < count:
+        if not attempts_left:
+            raise OSError(f"no free port was found between {PORTS.start} and {PORTS.stop - 1}")
+        attempts_left -= 1
         port = random.SystemRandom().choice(PORTS)
         if port not in ports and _is_free(port):
             ports.append(port)
-    raise OSError(f"no free port was found between {PORTS.start} and {PORTS.stop - 1}")
+    return ports
 
 
 def _is_free(port: int) -> bool:

@@ -289,7 +289,8 @@ class JoinRouter(msgspec.Struct, tag="join", frozen=True):
     cached_hashes: list[bytes] = msgspec.field(default_factory=list, name="cached")
     #: (request, attempt, blocks) of each attempt that decodes there, for a router that is new
     held_reservations: list[tuple[str, int, int]] = msgspec.field(default_factory=list, name="held")
-    #: the same as `cached_hashes`, of prefixes that only the tiers below its pool hold
+    #: the same as `cached_hashes`, of prefixes that only the tiers below its pool hold; without those that
+    #: a restarted worker has found on its disk
     demoted_hashes: list[bytes] = msgspec.field(default_factory=list, name="demoted")
 
 
@@ -312,7 +313,7 @@ class WorkerReport(msgspec.Struct, tag="report", frozen=True):
     ended: list[AttemptKey] = []  #: attempts that decoded here, and whose blocks are free again
     demoted: list[bytes] = []  #: hashes of blocks that left the prefix cache, and that a tier holds
     loaded_tokens: int = 0  #: whose KV came back from the tiers since the last report
-    loading_seconds: float = 0.0  #: time that the loads took, their wait for others included
+    loading_seconds: float = 0.0  #: time that this took, without what loads waited for each other
 
 
 class WorkerDirectory(msgspec.Struct, tag="directory", frozen=True):

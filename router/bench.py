@@ -1,9 +1,9 @@
-"""What a decision costs: a fleet, a full index and a long queue, made up from a seed.
+"""What a decision costs: a fleet, an index of its prefixes and a long queue, made up from a seed.
 
 The clock is injected (`clock() -> seconds`): the router itself has none. A prompt is a turn of a
-conversation: a system prompt that many share, a history that one prefill and one decode worker
-hold, and what is new. Each prompt is computed when the router predicts it, and as soon as one is
-placed the next comes: the queue stays as long as it was.
+conversation: a history, which begins with a system prompt that many share, and which one prefill and one
+decode worker hold; and what is new. A conversation does not grow: each of its turns begins anew from its
+history. A prefill ends when the router has predicted it. For each that ends further requests come.
 """
 
 from __future__ import annotations
@@ -44,28 +44,33 @@ from .events import (
 )
 from .index import BLOCK_TOKENS, STRIDE, positions
 
-# Of a long prompt the index looks up the hashes at `positions` only: the first few, and every
-# `STRIDE`th behind them.
+# A block's hash names its content and all before it: a prefix. The index looks up a part of a prompt's
+# hashes only, those at `positions`: each of the first 16 blocks, and every `STRIDE`th (8th) behind. Of a
+# longer prompt the positions begin with those of a shorter one. Nobody reads the other hashes: they are
+# empty here.
 
-GATEWAY = "g"
-TERM = 1  #: number of the router; only a cluster that restarts its router needs others
-SYSTEM_BLOCKS = 8  #: of a system prompt: 512 tokens
-SYSTEM_PROMPTS = 16
-HISTORY_BLOCKS = (40, 300)  #: of 64 tokens: 2.6 k to 19 k
-TURN_BLOCKS = 24  #: new in each turn: 1.5 k tokens, answer and question
-OUTPUT_TOKENS = 350  #: 5 whole blocks
+GATEWAY = "g"  #: the name of the one gateway
+TERM = (
+    1  #: numbers the routers of a cluster, each of which replaces the one before; there is one here
+)
+SYSTEM_BLOCKS = 8  #: blocks (of `BLOCK_TOKENS`, 64) of a system prompt
+SYSTEM_PROMPTS = 16  #: different ones
+HISTORY_BLOCKS = (40, 300)  #: least and most blocks of a history, the system prompt's included
+TURN_BLOCKS = 24  #: new in each turn: the answer of the turn before, and the question
+OUTPUT_TOKENS = 350  #: of an answer: 5 whole blocks
 PLACEMENTS_PER_S = 3500  #: the rate for which the mix has its reports; `COST` allows it
 REPORT_S = 0.2  #: between two reports of a worker
-DECODES_PER_WORKER = 10  #: attempts that decode, over all workers; with more, the oldest ends
-#: Seconds for a call, a token, a row of a step, or a pair of query and key; KV tokens read in a
-#: step, and moved. 500 such workers compute 3,500 such prompts a second, about.
+DECODES_PER_WORKER = 10  #: attempts for each decode worker; beyond that, the oldest ends
+#: Seconds, as the fields of `Coefficients` say: of each prefill, step and transfer (`_base`), prompt token,
+#: pair of query and key, row of a step, KV token that a step reads, and KV token that is moved. 500
+#: prefill workers compute about 3,500 such prompts a second.
 COST = Coefficients(
     prefill_base=0.005,
     prefill_token=6e-5,
     prefill_pair=1.5e-9,
     step_base=0.005,
     step_row=2e-5,
-    step_weights=4e-3,  # for reading the weights, unless the rows take longer
+    step_weights=4e-3,  # of reading the weights; a step takes this or its rows' time, what is more
     step_token=3e-9,
     transfer_base=1e-4,
     transfer_token=5e-7,
@@ -82,21 +87,25 @@ class TimedEvent(NamedTuple):
 
 @dataclass(slots=True)
 class BenchCluster:
-    """The router under test and what is needed to drive it. Hashes are shared with the index."""
+    """The router under test and what is needed to drive it.
+
+    A hash is the same object here and in the index, so that `_index_bytes` counts it once.
+    """
 
     router: Router
     random: np.random.Generator
     now: float = 0.0  #: the router's time, in seconds: the end of the latest prefill
     requests: int = 0  #: made so far
-    #: of each conversation, the hashes of its blocks so far
+    #: of each conversation, the hashes of its history's blocks
     histories: list[list[bytes]] = field(default_factory=list)
     report_numbers: dict[str, int] = field(default_factory=dict)  #: of the last report, by worker
+    reports: int = 0  #: made so far by workers in turn
     #: a heap of placements: (predicted end of the prefill, decision's number, placement)
     computing: list[tuple[float, int, AttemptPlaced]] = field(default_factory=list)
     decoding: deque[AttemptPlaced] = field(default_factory=deque)  #: the oldest first
     #: what was asked, of the attempts without a first token
     places: dict[AttemptKey, PlaceAttempt] = field(default_factory=dict)
-    #: hashes that a worker has computed and not reported yet
+    #: looked-up hashes that are new on a worker, by its prefills and answers, and not reported yet
     unreported: dict[str, list[bytes]] = field(default_factory=dict)
     #: hashes that a worker holds, oldest first
     held: dict[str, deque[bytes]] = field(default_factory=dict)
@@ -106,11 +115,11 @@ class BenchCluster:
 
 
 def build(workers: int, entries: int, seed: int, decisions: int) -> BenchCluster:
-    """Return a cluster, half prefill and half decode workers.
+    """Return a cluster of `workers`, an even number: half prefill and half decode workers.
 
-    For its index `entries` pairs of a worker and a prefix that the worker holds are drawn; what is drawn
-    twice, as parts of system prompts often are, is in it once. The router keeps
-    records of its last `decisions` decisions.
+    For its index at least `entries` pairs of a worker and a prefix that the worker holds are drawn; what
+    is drawn twice, as parts of system prompts often are, is in it once. The router keeps records of its
+    last `decisions` decisions.
     """
     # settle_s=0: the router does not wait for workers that may join late
     config = RouterConfig(queue_max=4096, settle_s=0.0, decisions=decisions, ttft_s=10.0)
@@ -156,7 +165,10 @@ def _make_histories(
 
 
 def _new_hashes(cluster: BenchCluster, first: int, end: int) -> list[bytes]:
-    """Return hashes of the blocks from `first` to `end`; empty where nobody looks them up."""
+    """Return hashes of the blocks from `first` up to `end`, which is not included.
+
+    They are empty where nobody looks them up.
+    """
     looked_up = set(positions(end))
     return [
         cluster.random.bytes(16) if position in looked_up else b"" for position in range(first, end)
@@ -185,7 +197,7 @@ def _card(name: str) -> WorkerCard:
 
 
 def request(cluster: BenchCluster) -> PlacementRequested:
-    """Return the next turn of some conversation."""
+    """Return a request for a turn of some conversation."""
     history = cluster.histories[int(cluster.random.integers(len(cluster.histories)))]
     blocks = len(history) + TURN_BLOCKS
     key = (f"r{cluster.requests}", 0)
@@ -214,8 +226,10 @@ def note_placed(cluster: BenchCluster, actions: list[RouterAction]) -> int:
 
 
 def first_token(cluster: BenchCluster) -> FirstTokenSent:
-    """Return the end of the next prefill: its worker has the prompt's new blocks to report, and the
-    decode worker these and the answer's.
+    """Return the event of the next prefill's end, and set the time to it.
+
+    The prefill worker has the turn's new blocks to report from now on, and the decode worker these and
+    the answer's. What a worker lacked of the history is not reported.
     """
     ends_at, _, placed = heappop(cluster.computing)
     cluster.now = max(cluster.now, ends_at)
@@ -224,9 +238,9 @@ def first_token(cluster: BenchCluster) -> FirstTokenSent:
     turn_begins = len(hashes) - TURN_BLOCKS
     looked_up = positions(len(hashes))
     turn = [hashes[position] for position in looked_up if position >= turn_begins]
-    # One more than a stride has: an answer may begin just before a block that is looked up.
-    answer_hashes = OUTPUT_TOKENS // BLOCK_TOKENS // STRIDE + 1
-    answer = [cluster.random.bytes(16) for _ in range(answer_hashes)]
+    # Blocks of an answer that are looked up: at most so many, as many as a worker reports at worst.
+    answer_count = OUTPUT_TOKENS // BLOCK_TOKENS // STRIDE + 1
+    answer = [cluster.random.bytes(16) for _ in range(answer_count)]
     if placed.prefill_worker is not None:
         cluster.unreported[placed.prefill_worker] += turn
     cluster.unreported[placed.decode_worker] += turn
@@ -235,7 +249,7 @@ def first_token(cluster: BenchCluster) -> FirstTokenSent:
 
 
 def attempt_end(cluster: BenchCluster) -> AttemptEnded:
-    """End the attempt that decodes longest."""
+    """Return the event of the end of the attempt that has been decoding for longest."""
     key = cluster.decoding.popleft().attempt_key
     outcome = AttemptOutcome(
         attempt_key=key, tokens=OUTPUT_TOKENS, ttft_ms=500.0, itl_p99_ms=40.0, reason="stop"
@@ -244,7 +258,10 @@ def attempt_end(cluster: BenchCluster) -> AttemptEnded:
 
 
 def report(cluster: BenchCluster, name: str) -> WorkerReported:
-    """Return a worker's report: as many blocks stored as evicted, and its step times."""
+    """Return a worker's report: what is new there, as much evicted of the oldest, and its speed.
+
+    A decode worker reports its steps, a prefill worker its prompts, both at `COST`'s speed, about.
+    """
     cluster.report_numbers[name] += 1
     stored = cluster.unreported[name]
     held = cluster.held[name]
@@ -278,18 +295,22 @@ def run(
 ) -> dict[str, Any]:
     """Time each placement with `queued` requests in the queue, then a whole mix of events.
 
-    `clock` is read in seconds. `entries` pairs of a worker and a prefix are drawn for the index, and
-    `placements` are made in each of the three measurements, in `rounds` equal parts. The best of
-    the rounds counts, as others may use the machine meanwhile. `least_`: the same placements a
-    second time, and the shorter time of each, which leaves out what interrupts cost.
+    `clock` is read in seconds. `entries` pairs of a worker and a prefix are drawn for the index. Each of
+    the three measurements has `placements` ends of prefills, in `rounds` equal parts (`placements` is
+    rounded down to a multiple). Two measure single events on equal clusters:
 
-    A placement is an event by which one request is placed: a prefill worker has credit (so little
-    to compute that it may take another prompt) and one of the most urgent is chosen for it, or a
-    newcomer finds a worker that takes it; in both cases with the choice of the decode worker and
-    everything that is noted. `Router.tidy`, which comes after the answer is sent, counts in the
-    mix. The mix has, for each placement, its request, its first token, its end, and at 3,500
-    placements a second what each worker reports every `REPORT_S`: the blocks stored and evicted, at
-    the index's grain.
+    - `p50_us`, `p99_us`: of events by which exactly one request was placed. Either a prefill worker has
+      credit (so little to compute that it may take another prompt), and one of the most urgent is chosen
+      for it, or a newcomer finds a worker that takes it; in both cases with the choice of the decode
+      worker and everything that is noted. Each is the least of the rounds' percentiles of the first
+      cluster, as others may use the machine meanwhile: a lower limit, not what a user waits.
+    - `asked_p50_us`, `asked_p99_us`: the same of the other requests, nearly all of which joined the queue.
+    - `least_p50_us`, `least_p99_us`: of placements, each with the shorter of its times on both clusters,
+      which decide alike. It leaves out what interrupts cost.
+
+    The third is a mix of events on the second cluster, with `Router.tidy`, which comes after an answer is
+    sent, and what `garbage` sweeps: for each end of a prefill a request, the end of an attempt, and what
+    all workers report every `REPORT_S` at `PLACEMENTS_PER_S`. The rates of its best round are given.
     """
     share = placements // rounds
     cluster = _ready(workers, entries, queued, seed)
@@ -322,13 +343,16 @@ def run(
 
 
 def _ready(workers: int, entries: int, queued: int, seed: int) -> BenchCluster:
-    """Return a cluster with `queued` requests, in which no collection comes amid an event."""
+    """Return a cluster with `queued` requests, in which no collection comes amid an event.
+
+    Collections stay off in this process (`garbage.disable`), as in the process that serves.
+    """
     cluster = build(workers, entries, seed, decisions=4096)
     while len(cluster.router.queue) < queued:
         actions = cluster.router.handle(request(cluster), cluster.now)
         note_placed(cluster, actions)
     gc.collect()
-    gc.freeze()  # what is there is never looked through again
+    gc.freeze()  # what is there is not looked through again, until `run` unfreezes it
     garbage.disable()  # as the service does
     return cluster
 
@@ -346,7 +370,10 @@ def _timed(cluster: BenchCluster, clock: Callable[[], float], event: RouterEvent
 def _placements(
     cluster: BenchCluster, clock: Callable[[], float], count: int, queued: int
 ) -> list[TimedEvent]:
-    """Return the times of new requests, and of first tokens that placed one."""
+    """Return the times of new requests, and of the first tokens that placed exactly one.
+
+    There are `count` first tokens, before each of which the queue is filled up to `queued` requests.
+    """
     times: list[TimedEvent] = []
     for _ in range(count):
         while len(cluster.router.queue) < queued:
@@ -354,14 +381,20 @@ def _placements(
         first = _timed(cluster, clock, first_token(cluster))
         if first.placed:
             times.append(first)
-        if len(cluster.decoding) > DECODES_PER_WORKER * len(cluster.report_numbers):
+        if len(cluster.decoding) > _decoding_limit(cluster):
             actions = cluster.router.handle(attempt_end(cluster), cluster.now)
             note_placed(cluster, actions)
     return times
 
 
+def _decoding_limit(cluster: BenchCluster) -> int:
+    """Return how many attempts may decode before the oldest ends."""
+    decode_workers = len(cluster.report_numbers) // 2
+    return DECODES_PER_WORKER * decode_workers
+
+
 def _percentiles(times: list[TimedEvent]) -> dict[str, float]:
-    """Return microseconds: of placements, and (`asked_`) of requests that stay in the queue."""
+    """Return microseconds: of events that placed one request, and (`asked_`) of other requests."""
     percentiles: dict[str, float] = {}
     for name, placed in (("", True), ("asked_", False)):
         seconds = [timed.seconds for timed in times if timed.placed == placed]
@@ -374,7 +407,11 @@ def _percentiles(times: list[TimedEvent]) -> dict[str, float]:
 def _mix(
     cluster: BenchCluster, clock: Callable[[], float], count: int, workers: int
 ) -> dict[str, float]:
-    """Return the rates of placements and of all events; only the router's time counts."""
+    """Return the rates of placements and of all events of `count` prefills' ends.
+
+    Only the router's own time counts, with what it does behind its answers. Every request that is
+    placed counts as a placement.
+    """
     names = list(cluster.report_numbers)
     router = cluster.router
     reports_per_placement = workers / REPORT_S / PLACEMENTS_PER_S
@@ -382,10 +419,11 @@ def _mix(
     placed = events = blocks = reports = 0
     for number in range(count):
         batch: list[RouterEvent] = [request(cluster), first_token(cluster)]
-        if len(cluster.decoding) > DECODES_PER_WORKER * workers:
+        if len(cluster.decoding) > _decoding_limit(cluster):
             batch.append(attempt_end(cluster))
         while reports + 1 <= (number + 1) * reports_per_placement:
-            reported = report(cluster, names[reports % len(names)])
+            reported = report(cluster, names[cluster.reports % len(names)])
+            cluster.reports += 1
             blocks += len(reported.report.stored) + len(reported.report.evicted)
             batch.append(reported)
             reports += 1
@@ -400,7 +438,8 @@ def _mix(
     return {
         "placements_per_s": round(placed / spent_s),
         "events_per_s": round(events / spent_s),
-        # What engines store, and evict as much of: reports name few of these (the index's grain).
+        # Blocks that engines store and evict, of a turn on both workers and of an answer on one; reports
+        # name those that are looked up.
         "blocks_per_placement": 2 * (2 * TURN_BLOCKS + OUTPUT_TOKENS // BLOCK_TOKENS),
         "block_events_per_placement": round(blocks / max(placed, 1), 1),
         "reports_per_placement": round(reports_per_placement, 2),
@@ -410,7 +449,8 @@ def _mix(
 def _index_bytes(router: Router) -> int:
     """Return the bytes of the index's dictionaries, masks and keys.
 
-    `_holders` has a mask of workers for each hash, `_held` for each worker the hashes that it holds.
+    `_holders` has a mask of workers for each hash, where equal masks are one object; `_held` has for each
+    worker a dictionary of the hashes that it holds.
     """
     index = router.index
     keys = len(index._holders) * getsizeof(bytes(16))

@@ -65,7 +65,7 @@ def plan_prefill(request: QueuedRequest, worker: WorkerState) -> PrefillPlan:
     """
     prompt_tokens = request.prompt_tokens
     cached_tokens = request.cached_tokens(worker)
-    loaded_tokens = cached_tokens - request.pooled_tokens(worker)
+    loaded_tokens = request.demoted_tokens(worker)
     load_s = worker.load_token_s * loaded_tokens
     computed_s = load_s + worker.cost.prefill_s(prompt_tokens - cached_tokens, prompt_tokens)
     holder = request.holder
@@ -73,10 +73,7 @@ def plan_prefill(request: QueuedRequest, worker: WorkerState) -> PrefillPlan:
     if holder is None or not request.fetchable or fetched_tokens < FETCH_TOKENS:
         return PrefillPlan(computed_s, computed_s, cached_tokens, loaded_tokens, None)
     rest_s = load_s + worker.cost.prefill_s(prompt_tokens - request.held_tokens, prompt_tokens)
-    fetch_s = FETCH_S + holder.cost.transfer_token * fetched_tokens
-    # The holder loads first what only its tiers have.
-    holder_loads = request.held_tokens - request.pooled_tokens(holder)
-    fetch_s += holder.load_token_s * holder_loads
+    fetch_s = FETCH_S + request.holder_load_s + holder.cost.transfer_token * fetched_tokens
     compared_s = rest_s + FETCH_MARGIN * fetch_s
     if compared_s >= computed_s or not holder.alive:
         return PrefillPlan(computed_s, computed_s, cached_tokens, loaded_tokens, None)

@@ -222,7 +222,8 @@ class WorkerFleet:
                 step_s = report.step_seconds / report.steps
                 worker.step_correction.observe(step_s / predicted_s)
         if report.loaded_tokens:
-            worker.observe_loads(report.loading_seconds / report.loaded_tokens)
+            worker.observe_loads(report.loaded_tokens, report.loading_seconds)
+            worker.loaded_lately = True
         could_decode = worker.can_decode
         # while preempted sequences wait for blocks, the worker refuses reservations
         worker.can_decode = _decodes(worker.card) and not report.waiting
@@ -256,11 +257,19 @@ class WorkerFleet:
     def revisit(self, now: float) -> None:
         """Look at one worker in turn, and forget half of its own correction if it is idle.
 
-        What one bad prompt said of a worker would otherwise keep an idle worker idle for ever.
+        What one bad prompt said of a worker would otherwise keep an idle worker idle for ever, and what
+        one slow load said of its tiers would keep prompts away from these.
         """
         self._revisited_slot = (self._revisited_slot + 1) % max(len(self.by_slot), 1)
         worker = self.by_slot[self._revisited_slot] if self.by_slot else None
-        if worker is None or worker.pending_prefills:
+        if worker is None:
+            return
+        if now - worker.loads_faded_at > FADE_S:
+            worker.loads_faded_at = now
+            if not worker.loaded_lately:
+                worker.fade_loads()
+            worker.loaded_lately = False
+        if worker.pending_prefills:
             return
         if now - worker.corrected_at > FADE_S:
             worker.corrected_at = now

@@ -113,12 +113,12 @@ class Hits:
                 return wide_depth
         return 0
 
-    def pooled_depth(self, slot: int) -> int:
+    def pooled_depth(self, slot: int, depth: int) -> int:
         """Return how many of the sampled hashes the worker's pool holds, without its tiers.
 
-        The pool holds the head of a prefix if it holds any of it, as it evicts tails first.
+        `depth` is what it holds in both (`depth`). The pool holds the head of a prefix if it holds any
+        of it, as it evicts tails first.
         """
-        depth = self.depth(slot)
         demoted = self.demoted_by_slot.get(slot)
         if not demoted or not depth or self.sampled_hashes[depth - 1] not in demoted:
             return depth
@@ -172,12 +172,23 @@ class PrefixIndex:
         demoted = self._demoted.get(slot)
         if demoted:
             demoted.difference_update(hashes)
+            self._forget_empty(slot, demoted)
+
+    def _forget_empty(self, slot: int, demoted: set[bytes]) -> None:
+        """Keep no empty set: so nobody looks further at a worker that has demoted nothing."""
+        if not demoted:
+            del self._demoted[slot]
 
     def demote(self, slot: int, hashes: Sequence[bytes]) -> None:
-        """Note that only the tiers below the worker's pool hold these prefixes."""
-        unknown = [content for content in hashes if content not in self._held.get(slot, {})]
-        self._insert(slot, unknown[::-1], inf)
-        self._demoted.setdefault(slot, set()).update(hashes)
+        """Note that only the tiers below the worker's pool hold these prefixes, each root first."""
+        held = self._held.get(slot, {})
+        # What was stored and demoted between two reports is told here only, and a prediction would end.
+        unconfirmed = [content for content in hashes if held.get(content) != inf]
+        self._insert(slot, unconfirmed[::-1], inf)
+        held = self._held.get(slot, {})
+        demoted = [content for content in hashes if content in held]  # without surplus ones
+        if demoted:
+            self._demoted.setdefault(slot, set()).update(demoted)
 
     def predict(self, slot: int, sampled: Sequence[bytes], now: float) -> None:
         """Note that the worker will soon hold the prefixes of these hashes, which come root first.
@@ -227,6 +238,7 @@ class PrefixIndex:
         demoted = self._demoted.get(slot)
         if demoted:
             demoted.difference_update(hashes)
+            self._forget_empty(slot, demoted)
         for content in hashes:
             if held.pop(content, None) is None:
                 continue

@@ -247,21 +247,37 @@ class Placer:
             held_tokens = tokens_at(request.hits.deepest)
             # The last token is computed in any case: its logits give the answer's first token.
             request.held_tokens = min(held_tokens, request.prompt_tokens - 1)
+            request.holder_load_s = self._load_s(request, request.holder)
             # A cost of 0 is not known yet: without it nobody can tell whether a fetch pays.
             has_transfer_cost = request.holder.cost.transfer_token > 0
             request.fetchable = self.config.fetch and has_transfer_cost
 
     def _holder(self, request: QueuedRequest) -> WorkerState | None:
-        """Return one of the workers with the longest match, by the request's hash.
+        """Return the worker with the longest match that has to load least of it, or nothing.
 
-        None if none has any, or so many have that hardly anybody needs to fetch it.
+        Of equal ones the request's hash chooses. None if none has any, or so many have that hardly
+        anybody needs to fetch it.
         """
-        holders = request.hits.holders
-        count = holders.bit_count()
-        if not 0 < count <= LISTED_HOLDERS_MAX:
+        hits = request.hits
+        if not 0 < hits.holders.bit_count() <= LISTED_HOLDERS_MAX:
             return None
-        slots = list(bits(holders))
-        return self.fleet.by_slot[slots[request.tie_hash % count]]
+        slots = list(bits(hits.holders))
+        if hits.demoted_by_slot:
+            slots = self._soonest_to_send(request, slots)
+        return self.fleet.by_slot[slots[request.tie_hash % len(slots)]]
+
+    def _soonest_to_send(self, request: QueuedRequest, slots: list[int]) -> list[int]:
+        """Return those of the workers that load what they hold of the prompt soonest."""
+        seconds = []
+        for slot in slots:
+            worker = self.fleet.by_slot[slot]
+            seconds.append(self._load_s(request, worker) if worker is not None else inf)
+        soonest = min(seconds)
+        return [slot for slot, needed in zip(slots, seconds, strict=True) if needed == soonest]
+
+    def _load_s(self, request: QueuedRequest, worker: WorkerState) -> float:
+        """Return the seconds in which the worker loads what only its tiers have of the prompt."""
+        return worker.load_token_s * request.demoted_tokens(worker)
 
     def find_prefix_again(self, request: QueuedRequest) -> None:
         """Look up the prompt again, if the longest match is another one by now."""
@@ -334,7 +350,8 @@ class Placer:
             if gentle and not disturbs_nobody(request, worker, self.fleet.itl_s):
                 continue
             # A decode worker's tiers do not help: only what its pool holds need not be sent.
-            moved_tokens = request.prompt_tokens - request.pooled_tokens(worker)
+            pooled_tokens = request.cached_tokens(worker) - request.demoted_tokens(worker)
+            moved_tokens = request.prompt_tokens - pooled_tokens
             candidate = decode_candidate(request, worker, span, moved_tokens)
             lowest_cost = min(lowest_cost, candidate.cost)
             candidates.append(candidate)

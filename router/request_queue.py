@@ -63,6 +63,7 @@ class QueuedRequest:
     #: none has any, or so many have it that hardly any worker needs to fetch it.
     holder: WorkerState | None = None
     held_tokens: int = 0  #: of the prompt, on `holder`
+    holder_load_s: float = 0.0  #: in which `holder` loads those of them that only its tiers have
     fetchable: bool = False  #: those tokens can be moved from `holder`
 
     # ---- its place in the queue ----
@@ -82,10 +83,17 @@ class QueuedRequest:
         depth = self.hits.depth(worker.slot)
         return min(tokens_at(depth), self.prompt_tokens - 1) if depth else 0
 
-    def pooled_tokens(self, worker: WorkerState) -> int:
-        """Return its prompt's tokens in the worker's pool: those that are cached at no price."""
-        depth = self.hits.pooled_depth(worker.slot)
-        return min(tokens_at(depth), self.prompt_tokens - 1) if depth else 0
+    def demoted_tokens(self, worker: WorkerState) -> int:
+        """Return those of its cached tokens that only the worker's tiers have: they must be loaded."""
+        hits = self.hits
+        if worker.slot not in hits.demoted_by_slot:
+            return 0
+        depth = hits.depth(worker.slot)
+        if not depth:
+            return 0
+        pooled_depth = hits.pooled_depth(worker.slot, depth)
+        last = self.prompt_tokens - 1
+        return min(tokens_at(depth), last) - min(tokens_at(pooled_depth), last)
 
     def tie_breaker(self, slot: int) -> int:
         """Return a number that orders equal workers, differently for each request."""

@@ -22,7 +22,8 @@ from .predictor import Correction
 #: Cost of a full KV pool, as seconds of a step; it grows with the square of the share in use, so
 #: that a pool that is nearly full is avoided and a pool that is half full hardly.
 FULL_POOL_S = 0.01
-LOAD_WEIGHT = 0.1  #: of a report's loads from the tiers, in the moving average of their time
+#: Tokens that came back from the tiers: after so many, a moving average of their time is half new.
+LOADED_TOKENS = 8192
 SLOW_STEP_FACTOR = 1.5  #: a worker's ITL target is at least so many times its shortest step
 
 
@@ -71,9 +72,11 @@ class WorkerState:
     can_prefill: bool = False  #: its role allows prefill
     can_decode: bool = False  #: its role allows decode, and no preempted sequence waits there
     corrected_at: float = 0.0  #: when its prefill speed was last observed, or half forgotten
-    #: Seconds in which a token's KV comes back from the tiers below its pool, as observed; 0: it has
-    #: none, or does not say.
+    #: Seconds in which a token's KV comes back from the tiers below its pool, as observed; at first as
+    #: the card says. 0: it has none.
     load_token_s: float = 0.0
+    loaded_lately: bool = False  #: a load was reported since the price of loads was looked at
+    loads_faded_at: float = 0.0  #: when that was
 
     #: prompts in the order in which the worker computes them
     pending_prefills: dict[AttemptKey, PrefillWork] = field(default_factory=dict)
@@ -150,11 +153,14 @@ class WorkerState:
         earlier_s = sum(work.seconds for work in works if work.deadline <= deadline)
         return max(self.head_began + earlier_s - now, 0.0)
 
-    def observe_loads(self, token_s: float) -> None:
-        """Take in a report's mean seconds in which a token's KV came back from the tiers."""
-        if not self.load_token_s:
-            self.load_token_s = token_s
-        self.load_token_s += LOAD_WEIGHT * (token_s - self.load_token_s)
+    def observe_loads(self, tokens: int, seconds: float) -> None:
+        """Take in a report: so many tokens' KV came back from the tiers in so many seconds."""
+        weight = tokens / (tokens + LOADED_TOKENS)
+        self.load_token_s += weight * (seconds / tokens - self.load_token_s)
+
+    def fade_loads(self) -> None:
+        """Forget half of what was observed of loads: while there are none, nothing can correct it."""
+        self.load_token_s = (self.load_token_s + self.card.load_token_s) / 2
 
     def step_with(self, kv_tokens: float) -> float:
         """Return the seconds of a step with one more row, which reads these KV tokens."""

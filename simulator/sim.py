@@ -496,8 +496,13 @@ class Simulation:
         moved_tokens = held_tokens - sink.held_tokens(request)
         if moved_tokens <= 0 or not source.is_alive:
             return begins_at
-        attempt.fetched_tokens = held_tokens
         begins_at = source.serve_prefix(attempt, begins_at)
+        # Without room in its pool for all of it, the source has less to send.
+        held_tokens = min(source.cached_tokens(request), held_tokens)
+        moved_tokens = held_tokens - sink.held_tokens(request)
+        if moved_tokens <= 0:
+            return begins_at
+        attempt.fetched_tokens = held_tokens
         costs = (source.cost, sink.cost)
         starts_at = max(begins_at, source.link_out_free_at, sink.link_in_free_at)
         ends_at = starts_at + moved_tokens * max(cost.transfer_token for cost in costs)

@@ -99,14 +99,16 @@ class TierSizes:
         )
 
     def __str__(self) -> str:
-        parts = [f"memory={_bytes_text(self.memory_bytes)}"]
+        parts = [_part("memory", self.memory_bytes, self.memory_bytes_per_s)]
         if self.disk_bytes:
-            parts.append(f"disk={_bytes_text(self.disk_bytes)}")
+            parts.append(_part("disk", self.disk_bytes, self.disk_bytes_per_s))
         return ",".join(parts)
 
 
-def _bytes_text(size: float) -> str:
-    return f"{size / UNITS['GiB']:g}GiB"
+def _part(name: str, size: float, bytes_per_s: float | None) -> str:
+    """Return a tier as `TierSizes.parse` reads it, to six digits."""
+    speed = f"@{bytes_per_s / 1e9:g}GB/s" if bytes_per_s else ""
+    return f"{name}={size / UNITS['GiB']:g}GiB{speed}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,8 +143,8 @@ class SimulatedWorker:
 
         `add_prompt` finds it then. That is now where the tiers hold nothing that the pool lacks.
         """
-        held_blocks, ready_at = self._load(self._cacheable_blocks(attempt), self.now)
-        if ready_at > self.now:
+        held_blocks, ready_at = self._load(attempt.key, self._cacheable_blocks(attempt), self.now)
+        if held_blocks:
             attempt.fetched_tokens = max(attempt.fetched_tokens, held_blocks * self.block_tokens)
         return ready_at
 
@@ -153,26 +153,28 @@ class SimulatedWorker:
 
         It is cached at once, which is a little early.
         """
-        names = self._cacheable_blocks(attempt)
-        held_blocks, ready_at = self._load(names, now)
-        if ready_at > now:
-            served_key = (f"{attempt.key[0]}/served", attempt.key[1])
-            self.scheduler.stage(served_key, names, held_blocks)
+        served_key = (f"{attempt.key[0]}/served", attempt.key[1])
+        held_blocks, ready_at = self._load(served_key, self._cacheable_blocks(attempt), now)
+        if held_blocks:
             self.scheduler.cache_staged(served_key, held_blocks)
         return ready_at
 
-    def _load(self, names: list[bytes], now: float) -> tuple[int, float]:
-        """Begins to load what the tiers hold behind the pool's part of a prefix.
+    def _load(self, key: AttemptKey, names: list[bytes], now: float) -> tuple[int, float]:
+        """Begins to load what the tiers hold behind the pool's part of a prefix, into staged blocks.
 
-        Returns the prefix's leading blocks that the pool has then, and when that is.
+        Returns how many leading blocks of the prefix are staged under this key then, and when their KV
+        is there; 0 and now where there is nothing to load, or no room for it.
         """
-        pool_blocks = self.pool.prefix_length(names)
         if self.tiers is None:
-            return pool_blocks, now
+            return 0, now
+        pool_blocks = self.pool.prefix_length(names)
         loaded_blocks = self.tiers.count_held(names[pool_blocks:])
         if not loaded_blocks:
-            return pool_blocks, now
+            return 0, now
         held_blocks = pool_blocks + loaded_blocks
+        self.scheduler.stage(key, names, held_blocks)
+        if key not in self.scheduler.staged:
+            return 0, now
         ready_at = self.tiers.load(names[pool_blocks:held_blocks], now)
         self.loaded_tokens += loaded_blocks * self.block_tokens
         self.loading_seconds += ready_at - now
@@ -187,6 +189,8 @@ class SimulatedWorker:
     def _adopt_prefix(self, attempt: SimulatedAttempt) -> None:
         """The prefix that was brought is cached here from now on, if there is room for it."""
         count = attempt.fetched_tokens // self.block_tokens
+        if attempt.key in self.scheduler.staged:  # what the tiers have loaded into it
+            self.scheduler.cache_staged(attempt.key, count)
         names = attempt.request.block_names[:count]
         self.scheduler.stage(attempt.key, names, count)
         self.scheduler.cache_staged(attempt.key, count)

@@ -185,7 +185,8 @@ class WorkerCore:
         if self.tiering is None:
             return None
         block_tokens = self.engine.kv_pool.layout.block_tokens
-        return TierLoads(self.tiering.loaded_blocks * block_tokens, self.tiering.loading_s)
+        loads = self.tiering.tiers.loads_done
+        return TierLoads(loads.blocks * block_tokens, loads.seconds)
 
     def _make_rank_services(self, host: str) -> list[RankService]:
         settings = self.config.kv_transfer

@@ -19,7 +19,7 @@ class TierLoads(NamedTuple):
     """What has come back from the tiers below the pool since the worker's start."""
 
     tokens: int  #: whose KV came back
-    seconds: float  #: that the loads took, each from its request to its end
+    seconds: float  #: that it took, without what loads waited for each other
 
 
 class WorkerReporter:

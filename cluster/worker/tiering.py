@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 
 #: Workers of one pool on one machine that can have a folder; the next ones go without a disk tier.
 FOLDER_LIMIT = 64
-MEASURED_COPIES = 5  #: of a block, at the start; the median counts
+MEASURED_COPIES = 5  #: of blocks, at the start, at least; the median counts
+MEASURED_BYTES = 32 << 20  #: of small blocks so many are copied
 
 
 class Tiering:
@@ -67,8 +68,6 @@ class Tiering:
         self.tiers = TieredStore(
             self._kv.block_bytes, engine.compatibility, limits, folder, tell_left=self._forget
         )
-        self.loaded_blocks = 0  #: that came from the tiers since the start
-        self.loading_s = 0.0  #: seconds that their loads took, each from the request to its end
         #: What the engine counts by where it has no tiers.
         self._count_without_tiers = engine.count_tier_blocks
         # The engine calls this for how much of a prefix the tiers hold, before it reserves blocks.
@@ -127,12 +126,7 @@ class Tiering:
             for content, block in zip(command.hashes, command.blocks, strict=True)
         ]
 
-        began = time.monotonic()
-
         def loading_ended(loaded: list[bytes]) -> None:  # the leading ones that the tiers held
-            if loaded:
-                self.loaded_blocks += len(loaded)
-                self.loading_s += time.monotonic() - began
             block_count = command.held_blocks + len(loaded)
             self._tell_role(BlocksLoaded(command.attempt_key, block_count))
 
@@ -163,13 +157,14 @@ class Tiering:
     def measure_load_s(self) -> float:
         """Return the seconds in which one block comes back from host memory, measured now.
 
-        It is the time of a copy and a checksum, of a block of zeros outside of the pool. A load from
-        disk takes longer, as does one that waits for others: the router learns that from reports.
+        It is the time of a copy and a checksum, of blocks outside of pool and tiers: so many that most
+        are in no cache of the CPU. A load from disk takes longer: the router learns that from reports.
         """
-        block = np.zeros(self._kv.block_bytes, np.uint8)
-        copy = np.empty_like(block)
+        count = max(MEASURED_COPIES, MEASURED_BYTES // self._kv.block_bytes)
+        blocks = np.ones((count, self._kv.block_bytes), np.uint8)
+        copies = np.ones_like(blocks)
         seconds = []
-        for _ in range(MEASURED_COPIES):
+        for block, copy in zip(blocks, copies, strict=True):
             began = time.perf_counter()
             np.copyto(copy, block)
             checksum(copy.data, 0)

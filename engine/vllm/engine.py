@@ -24,7 +24,7 @@ from ..checkpoint_facts import read_facts
 from ..commands import BlocksReserved, EngineObservation, PrefixStaged, StagePrefix
 from ..engine import no_tier_blocks
 from ..engine_like import ReportProgress, StepEvent
-from ..errors import InvalidRequest, UnsupportedModel
+from ..errors import InvalidRequest
 from ..grammar import GrammarCompiler
 from ..options import EngineOptions, SchedulerLimits
 from ..sampler import SamplingFault, sample_tokens
@@ -83,9 +83,10 @@ class VllmEngine:
     """An `EngineLike` that hosts vLLM. One thread owns it (`loop.EngineThread`)."""
 
     def __init__(self, options: EngineOptions, progress: ReportProgress | None = None) -> None:
-        """Loads the model into vLLM; `progress(what, share)` follows.
+        """Loads the model into vLLM; `progress` gets what begins now, and 0.0, or what is done, and 1.0.
 
-        Raises what `errors.py` lists, and `start.VllmUnavailable`.
+        Raises errors of `errors.py`, among them UnsupportedModel, and `start.VllmUnavailable`. vLLM is
+        ended then.
         """
         self.options = options
         self._name = uuid.uuid4().hex
@@ -99,11 +100,19 @@ class VllmEngine:
         except BaseException:
             HOOKS.pop(self._name, None)
             raise
+        try:
+            self._take_over(options)
+        except BaseException:
+            self.close()
+            raise
+        if progress:
+            progress("vLLM has the weights", 1.0)
+
+    def _take_over(self, options: EngineOptions) -> None:
+        """Sets what is read of vLLM once it has started. Raises UnsupportedModel."""
         # vLLM keeps the connector of the model in a global of the process. An engine takes its own
         # out of it, and puts it back before each step, so that several engines can be in one process.
         self._connector = take_worker_connector()
-        if progress:
-            progress("vLLM has the weights", 1.0)
         # vLLM has registered its KV cache while it started.
         (self.kv_pool,) = self._registered_pools
         scheduler: Any = self._core.scheduler
@@ -117,13 +126,7 @@ class VllmEngine:
         self.max_model_len: int = min(
             model.max_model_len, self.block_count * options.limits.block_tokens
         )
-        try:
-            check_window(
-                model.architecture, find_window(scheduler.kv_cache_config), self.max_model_len
-            )
-        except UnsupportedModel:
-            self.close()
-            raise
+        check_window(model.architecture, find_window(scheduler.kv_cache_config), self.max_model_len)
         self._salt = fingerprint(options.model_folder)
         self.format_facts = describe_format(
             layout,
@@ -141,7 +144,8 @@ class VllmEngine:
         # interface; nobody sets another function here, as these tiers are refused with vLLM.
         self.count_tier_blocks: Callable[[list[bytes]], int] = no_tier_blocks
 
-        self._requests: dict[str, HostedRequest] = {}  #: By vLLM's id, until nothing holds blocks.
+        #: By vLLM's id, until vLLM has ended it and no transfer reads or writes its blocks.
+        self._requests: dict[str, HostedRequest] = {}
         #: Blocks with a reference of ours, as transfers of an attempt read them.
         self._pinned: dict[AttemptKey, list[KVCacheBlock]] = {}
         self._names = PrefixNames(options.limits.block_tokens)
@@ -197,7 +201,11 @@ class VllmEngine:
 
     @property
     def growth_reserve_blocks(self) -> int:
-        """Blocks that newcomers leave to answers that grow."""
+        """Blocks that reservations and fetched prefixes leave to answers that grow.
+
+        The only request may take them. Prompts that are computed here begin without regard to them: vLLM
+        preempts where its pool is too small.
+        """
         return self.block_count // GROWTH_RESERVE_SHARE
 
     def close(self) -> None:
@@ -232,7 +240,7 @@ class VllmEngine:
             else:
                 reason = (
                     f"no_capacity: {length} tokens, and the KV pool has room for "
-                    f"{self.max_model_len}: raise pools.*.engine.kv_mib"
+                    f"{self.max_model_len}, the answer's included: raise pools.*.engine.kv_mib"
                 )
             self._answers.append(SequenceOutput(sequence.attempt_key, error=reason))
         elif sequence.stop_after_first:
@@ -244,7 +252,8 @@ class VllmEngine:
         """Starts prompts for transfers, the most urgent first, while they leave room to others.
 
         Together they hold at most `held_share` of the pool, until their transfers have ended. So a
-        slow receiver stops new ones, never one that has begun; a larger one is computed alone.
+        slow receiver stops new ones, never one that has begun. A prompt that needs more than that share
+        begins when no other one holds blocks.
         """
         limit = int(self.block_count * self.limits.held_share)
         while self._deferred:
@@ -269,7 +278,8 @@ class VllmEngine:
     def reserve(self, sequence: Sequence) -> BlocksReserved | None:
         """Asks vLLM for blocks for KV that is going to arrive.
 
-        Returns a refusal where the pool is too full now for the sequence and its growth. Else it
+        Returns a refusal where the pool is too full now for the sequence and its growth, beside what
+        is left to others' (`growth_reserve_blocks`). Else it
         returns None: vLLM gives blocks in a step, and the answer is among the events of a later
         step, which may be a refusal too.
         """
@@ -339,7 +349,11 @@ class VllmEngine:
         self._prefixes.unpin(self._pinned.pop(attempt_key, []))
 
     def _give_up(self, request: HostedRequest) -> None:
-        """Has vLLM end a request; one whose blocks a transfer wrote keeps them until the step."""
+        """Has vLLM end a request, if it has not, and forgets it where nothing else needs it.
+
+        A request for which KV was to arrive keeps its blocks until vLLM hears, in the next step, that it
+        has: vLLM waits for that. The caller has ended the transfer, so nothing is written any more.
+        """
         request_id = request.request_id
         match request.state:
             case RequestState.HELD:
@@ -398,8 +412,9 @@ class VllmEngine:
     def _prompt_logprobs(self, sequence: Sequence, state: RequestState) -> int | None:
         """Returns how many logprobs of each prompt id vLLM is to compute, or None.
 
-        Only the first answer computes its prompt; where the KV arrives nobody does, and vLLM would
-        compute the prompt again to give them.
+        Only the first answer computes the prompt. Where the prompt's KV arrives they are not asked for:
+        vLLM would compute the whole prompt again to give them. `prompt_logprobs_sent` counts the first
+        id too, which has none.
         """
         if state is RequestState.RESERVING or sequence.answer_index > 0:
             return None
@@ -485,9 +500,10 @@ class VllmEngine:
                 self._note_filling(request, end)
 
     def _note_filling(self, request: HostedRequest, end: int) -> None:
-        """Pins the blocks of a prompt that are final after this step, whose first `end` ids are.
+        """Pins the blocks of a prompt that this step completes: its first `end` ids have KV after it.
 
-        Cached blocks are among them too: another prompt of the same step may still compute them.
+        Blocks that were cached come with them, and are announced with this step, not before: another
+        prompt of the same step may be computing them.
         """
         sequence = request.sequence
         final = end // self.limits.block_tokens
@@ -507,7 +523,11 @@ class VllmEngine:
         self._filling.append((sequence.attempt_key, first, numbers))
 
     def layer_saved(self, layer_name: str) -> None:
-        """Announces blocks of which the last layer of a piece is in the pool."""
+        """Announces the blocks of this step, once the last layer of a piece of the layers is computed.
+
+        A model's layers are cut into `piece_count` equal pieces, which are sent one after the other.
+        vLLM calls this behind each layer; on CPUs, the layer is computed by then.
+        """
         if not self._filling:
             return
         piece_layers = self.kv_pool.layout.layers // self.piece_count
@@ -518,7 +538,10 @@ class VllmEngine:
             )
 
     def arrived_requests(self) -> set[str]:
-        """Returns the requests whose blocks no transfer writes any more, once each."""
+        """Returns the requests whose blocks no transfer writes any more, once each.
+
+        Of these, those that were given up are forgotten here: vLLM ends them now.
+        """
         arrived = self._arrived
         self._arrived = set()
         for request_id in arrived:
@@ -528,7 +551,11 @@ class VllmEngine:
         return arrived
 
     def sample(self, logits: torch.Tensor, request_ids: dict[int, str]) -> None:
-        """Draws the next id of each request whose ids are all computed, and forces it on vLLM."""
+        """Draws the next id of each request whose ids are all computed, and makes vLLM take it.
+
+        A request with a `forced_id` has its next id already. Where none can be drawn (`SamplingFault`),
+        vLLM takes one of its own, and the request ends with this step.
+        """
         rows: list[int] = []
         sequences: list[Sequence] = []
         for row in range(len(logits)):
@@ -543,8 +570,8 @@ class VllmEngine:
             sequences.append(request.sequence)
         if not rows:
             return
-        # One copy of the chosen rows for all of them; `_draw_further` reads a row of `logits` before
-        # `_leave_only` overwrites it.
+        # `logits[rows]` is a copy. `_draw_further` reads its row of `logits` before `_leave_only`
+        # overwrites that.
         tokens = sample_tokens(logits[rows], sequences, self._grammars)
         for row, token in zip(rows, tokens, strict=True):
             request = self._requests[request_ids[row]]
@@ -556,7 +583,7 @@ class VllmEngine:
     def _draw_further(self, request: HostedRequest, row: torch.Tensor) -> None:
         """Draws the first ids of the further answers to a prompt, from the same logits.
 
-        `further_answers` is true until the sequence has an id of its own.
+        `further_answers` is true of a first answer of several, until it has an id of its own.
         """
         sequence = request.sequence
         if not sequence.further_answers:
@@ -564,7 +591,7 @@ class VllmEngine:
         forks = [sequence.fork(index) for index in range(1, sequence.sampling.n)]
         logits = row.repeat(len(forks), 1)
         drawn = sample_tokens(logits, forks, self._grammars)
-        # These forks are booked: drawing has left in them that a grammar is complete.
+        # Kept with their ids, and booked later: drawing notes in a sequence that its grammar is complete.
         request.drawn_further = list(zip(forks, drawn, strict=True))
 
     # ---- vLLM's events of its prefix cache ---------------------------------------------------
@@ -620,7 +647,11 @@ class VllmEngine:
         return answers
 
     def idle(self) -> bool:
-        """Returns whether, after a step without outputs, no step has work before a command."""
+        """Returns whether no step has anything to do before the next command comes.
+
+        It is asked behind a step without outputs. Prompts that wait for room (`_deferred`) wait for a
+        command too: for the release of others.
+        """
         if self._arrived or self._answers or self._scheduler.finished_req_ids:
             return False
         waiting = (RequestState.RECEIVING, RequestState.HELD)
@@ -651,8 +682,7 @@ class VllmEngine:
             if not output.finished:
                 return []
             self._forget(request)
-            reason = f"vLLM ended the request: {output.finish_reason}"
-            return [SequenceOutput(sequence.attempt_key, error=reason)]
+            return [_ended_by_vllm(sequence, output)]
         was_forced = request.forced_id is not None
         request.sampled_tokens += 1
         if was_forced:
@@ -672,8 +702,11 @@ class VllmEngine:
         scores = _prompt_scores(sequence, output.new_prompt_logprobs_tensors)
         events = self._book_token(sequence, drawn, scores)
         self._name_new_blocks(request)
-        finished = self._finish_reason(sequence) is not None or output.finished
-        if finished or sequence.stop_after_first or isinstance(drawn, SamplingFault):
+        is_over = self._finish_reason(sequence) is not None or sequence.stop_after_first
+        is_over = is_over or isinstance(drawn, SamplingFault)
+        if output.finished and not is_over:
+            events.append(_ended_by_vllm(sequence, output))  # for a reason that is none of ours
+        if is_over or output.finished:
             self._end(request)
         for fork, first in further:
             events += self._book_further(fork, first)
@@ -730,7 +763,7 @@ class VllmEngine:
     def _end(self, request: HostedRequest) -> None:
         """Ends a request in vLLM, if vLLM has not; pinned blocks stay for their transfer."""
         sequence = request.sequence
-        # An answer that goes on elsewhere, was left or failed is not counted: it has no end here.
+        # An answer that goes on elsewhere, was released or failed is not counted: it has no end here.
         if self._finish_reason(sequence) is not None:
             self._counters.request_preemptions.observe(request.vllm_request.num_preemptions)
         self._core.abort_requests([request.request_id])  # one that has ended is ignored
@@ -740,7 +773,10 @@ class VllmEngine:
             self._forget(request)
 
     def _name_new_blocks(self, request: HostedRequest) -> None:
-        """Names blocks that are full now: the chain of content hashes goes on into sampled ids."""
+        """Names the blocks that vLLM has hashed since the last call, which it does when ids fill them.
+
+        So the chain of content hashes goes on into sampled ids.
+        """
         sequence = request.sequence
         their_hashes = request.vllm_request.block_hashes
         block = self.limits.block_tokens
@@ -891,6 +927,15 @@ class VllmEngine:
             "demoting": 0,
             "active": total - unused - len(reserved) - len(staged),
         }
+
+
+def _ended_by_vllm(sequence: Sequence, output: EngineCoreOutput) -> SequenceOutput:
+    """Returns the error for an answer that vLLM has ended and we have not."""
+    return SequenceOutput(
+        sequence.attempt_key,
+        error=f"vLLM ended the request: {output.finish_reason}",
+        answer_index=sequence.answer_index,
+    )
 
 
 def _priority(sequence: Sequence) -> int:

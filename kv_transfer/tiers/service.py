@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any, NamedTuple, assert_never
 
 from .disk import DiskStore
 from .faults import DiskUnavailable, Tier, TierFault, checksum_seed
@@ -68,6 +68,13 @@ class LoadRequest:
 TierRequest = StoreRequest | LoadRequest
 
 
+class TierLoads(NamedTuple):
+    """What has come back from the tiers since the start."""
+
+    blocks: int
+    seconds: float  #: that the thread took for it, without what loads waited for each other
+
+
 class TieredStore:
     """A bounded store of KV blocks in host memory and, with a `folder`, on disk.
 
@@ -76,8 +83,8 @@ class TieredStore:
     called once, on the tiers' thread, and must not block. `compatibility` is 16 bytes
     (`KVLayout.compatibility`): blocks stored under another value are never returned. `folder` is
     where the disk's file goes; None: there is no disk tier. `clock` times the disk's retries.
-    `tell_left` is told, on the tiers' thread, which contents no tier holds any more; of a content
-    that is stored again, it is told before the `done` of that.
+    `tell_left` is told, on the tiers' thread, which contents no tier holds any more. What it and the
+    `done` of stores say, in their order, is where each content is in the end.
     Raises ValueError when the memory is smaller than a block, and OSError when it cannot be
     reserved; nothing else raises, a block is a miss instead.
     """
@@ -113,6 +120,7 @@ class TieredStore:
         self._lookups: Counter[str] = Counter()  #: of `count_held_blocks`: hits, misses by tier
         self._counts: Counter[str] = Counter()  #: loads by tier, refusals, switching off
         self._failures: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
+        self._loads_done = TierLoads(0, 0.0)
         self._copy_s = 0.0  #: in copies into and out of memory, checksums included
         self._disk_s = 0.0  #: in reads and writes of the file
         self._open = True  #: False from `close` on, or once the thread has failed
@@ -176,6 +184,11 @@ class TieredStore:
     def is_open(self) -> bool:
         """False from `close` on, and once the thread has failed: every request is refused then."""
         return self._open
+
+    @property
+    def loads_done(self) -> TierLoads:
+        """What has come back so far. Any thread."""
+        return self._loads_done
 
     def statistics(self) -> dict[str, Any]:
         """Blocks and bytes by tier, look-ups, deliveries, evictions, faults by reason.
@@ -263,7 +276,7 @@ class TieredStore:
         finally:
             with self._wake:
                 self._open = False
-                left = self._index.contents()
+                left = self._index.take_left() + self._index.contents()
             self._fail_waiting_requests()
             self._tell_of(left)
             if self._disk:
@@ -348,16 +361,28 @@ class TieredStore:
         self._stores.clear()
 
     def _end_load(self, load: LoadRequest, arrived: list[bytes]) -> None:
-        self._end_request(partial(load.done, arrived), len(load.pairs))
+        with self._wake:
+            self._uncount_request(len(load.pairs))
+        self._call_done(partial(load.done, arrived))
 
     def _end_store(self, store: StoreRequest, held: bool) -> None:
-        self._end_request(partial(store.done, held), 1)
+        """Calls `done` with whether a tier holds the block still.
 
-    def _end_request(self, call_done: Callable[[], None], blocks: int) -> None:
+        Another thread's `store` may have evicted it since it was copied. What has left by now is told
+        before `done`; what leaves later is told later.
+        """
         with self._wake:
-            self._requests -= 1
-            self._in_flight_bytes -= blocks * self.block_bytes
-        self._tell_what_left()
+            self._uncount_request(1)
+            left = self._index.take_left()
+            held = held and self._index.count_held([store.content]).total > 0
+        self._tell_of(left)
+        self._call_done(partial(store.done, held))
+
+    def _uncount_request(self, blocks: int) -> None:
+        self._requests -= 1
+        self._in_flight_bytes -= blocks * self.block_bytes
+
+    def _call_done(self, call_done: Callable[[], None]) -> None:
         try:
             call_done()
         except Exception:
@@ -377,12 +402,16 @@ class TieredStore:
 
     def _load(self, load: LoadRequest, arrived: list[bytes]) -> None:
         """Appends to `arrived` the leading blocks that were loaded."""
+        began = time.perf_counter()
         pinned_pairs = load.pairs[: load.pinned]
         for content, view in pinned_pairs:
             if not self._open or not self._load_block(content, view):
                 break
             arrived.append(content)
+        seconds = time.perf_counter() - began
         with self._wake:
+            done = self._loads_done
+            self._loads_done = TierLoads(done.blocks + len(arrived), done.seconds + seconds)
             for content, _ in pinned_pairs:
                 self._index.unpin(content)
 

@@ -307,3 +307,41 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
 TestPool = Pool.TestCase
+
+
+def test_a_block_that_is_used_while_a_tier_copies_it_is_demoted_when_it_goes() -> None:
+    pool = BlockPool(2)
+    prefix = cached_prefix(pool, 1)
+    pool.pin_for_demotion(1)
+    used = pool.match(CONTENT[:1])
+    pool.finish_demotion(prefix[0], copied=True)
+    pool.release(used)
+    pool.drain_events()
+    pool.allocate(1)
+    assert pool.drain_events() == ([], [], CONTENT[:1])
+
+
+def test_demoted_marks_come_head_first() -> None:
+    pool = BlockPool(5)
+    cached_prefix(pool, 4)
+    for _ in range(4):
+        demote(pool, 1)
+    pool.drain_events()
+    pool.allocate(4)
+    assert pool.demoted_hashes() == CONTENT[:4]
+    assert pool.drain_events().demoted == CONTENT[:4]
+
+
+def test_marks_that_a_block_gets_behind_its_copy_are_demoted_too() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1) or []
+    pool.publish(block, CONTENT[0], (CONTENT[0],))
+    pool.release([block])
+    demote(pool, 1)
+    (block,) = pool.match(CONTENT[:1])
+    pool.set_marks(block, CONTENT[:3])
+    pool.release([block])
+    pool.drain_events()
+    pool.allocate(1)
+    pool.validate()
+    assert set(pool.drain_events().demoted) == set(CONTENT[:3])

@@ -317,3 +317,18 @@ def test_without_tier_blocks_or_room_for_them_the_pools_part_is_served(tier_bloc
     staged = PrefixStaged(PREFIX_SERVED, [], held_blocks=3, tier_blocks=tier_blocks)
     assert prefixes.handle(staged) == [StagePrefix(PREFIX_SERVED, HASHES, pin_only=True)]
     pushed(prefixes, [4, 5, 6])
+
+
+def test_a_push_that_ends_while_the_tiers_load_releases_its_blocks_behind_the_load() -> None:
+    prefixes = asked_for_a_prefix()
+    prefixes.handle(PrefixStaged(PREFIX_SERVED, list(range(1, 9)), held_blocks=3, tier_blocks=5))
+    assert prefixes.handle(tickets.PushEnded(FETCH_TICKET_ID, False, "peer_gone")) == []
+    assert prefixes.handle(BlocksLoaded(PREFIX_SERVED, 7)) == [CachePrefix(PREFIX_SERVED, 7)]
+    assert not prefixes.served
+
+
+def test_a_push_that_ends_before_its_blocks_are_staged_leaves_nothing() -> None:
+    prefixes = asked_for_a_prefix()
+    ended = prefixes.handle(tickets.PushEnded(FETCH_TICKET_ID, False, "peer_gone"))
+    assert ended == [ReleaseSequence(PREFIX_SERVED)]
+    assert prefixes.handle(PrefixStaged(PREFIX_SERVED, [1, 2])) == [] and not prefixes.served

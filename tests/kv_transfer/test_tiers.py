@@ -12,12 +12,14 @@ import threading
 
 import numpy as np
 import pytest
+from diptych.kv_transfer.tiers import TieredStore, TierLimits
 from diptych.kv_transfer.tiers.disk import HEADER_STRIDE, PAGE
 from diptych.kv_transfer.tiers.gate import RETRY_S
 
 from .tiers_support import (
     BLOCK,
     DEADLINE_S,
+    MODEL,
     ROOT,
     Client,
     block,
@@ -518,3 +520,69 @@ def test_a_faulty_disk_never_gives_wrong_bytes(tmp_path, monkeypatch, seed) -> N
         tiers.tiers.close()
         assert statistics["requests"] == statistics["in_flight_bytes"] == 0
     assert loaded > 100 and open_store(tmp_path, 10).slots == 10
+
+
+# ---- what has left -------------------------------------------------------------------------------
+
+
+class Told:
+    """What a client of tiers believes that they hold, by what it is told in order."""
+
+    def __init__(self, memory: int) -> None:
+        self.believed: set[bytes] = set()
+        self.tiers = TieredStore(
+            BLOCK, MODEL, TierLimits(memory * BLOCK, request_limit=10_000), tell_left=self.forget
+        )
+
+    def forget(self, contents: list[bytes]) -> None:
+        self.believed -= set(contents)
+
+    def store(self, number: int) -> None:
+        def done(held: bool) -> None:
+            if held:
+                self.believed.add(name(number))
+
+        self.tiers.store(name(number), memoryview(block(name(number))), done)
+
+
+def test_a_block_that_is_evicted_right_behind_its_copy_is_believed_by_nobody(monkeypatch) -> None:
+    told = Told(memory=1)
+    call_done = told.tiers._end_store
+
+    def store_another_first(store, held) -> None:
+        if store.content == name(1):
+            told.store(2)  # as another thread might, between the copy and its answer
+        call_done(store, held)
+
+    monkeypatch.setattr(told.tiers, "_end_store", store_another_first)
+    told.store(1)
+    eventually(lambda: told.believed == {name(2)}, "only the second is held")
+    told.tiers.close()
+    assert told.believed == set()
+
+
+def test_when_the_thread_fails_all_that_left_is_told(monkeypatch, tmp_path) -> None:
+    told = Told(memory=1)
+    told.store(1)
+    eventually(lambda: told.believed == {name(1)}, "it is stored")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(told.tiers._memory, "put", fail)
+    told.store(2)  # which evicts the first
+    eventually(lambda: not told.tiers.is_open, "the thread has ended")
+    eventually(lambda: not told.believed, "nothing is believed")
+
+
+def test_loads_are_counted_without_their_wait() -> None:
+    told = Told(memory=4)
+    for number in range(2):
+        told.store(number)
+    eventually(lambda: len(told.believed) == 2, "both are stored")
+    done: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+    view = memoryview(np.zeros(BLOCK, np.uint8))
+    assert told.tiers.load([(name(0), view), (name(1), view), (name(9), view)], done.put)
+    assert done.get(timeout=10) == [name(0), name(1)]
+    assert told.tiers.loads_done.blocks == 2 and told.tiers.loads_done.seconds > 0
+    told.tiers.close()

@@ -16,6 +16,7 @@ def test_ports_are_different_and_none_that_linux_gives_away() -> None:
     first, last = (int(word) for word in LINUX_PORTS.read_text().split())
     chosen = ports.free_ports(200)
     assert len(set(chosen)) == 200
+    assert ports.free_ports(0) == []
     assert not [port for port in chosen if first <= port <= last]
 
 

@@ -264,13 +264,33 @@ def test_a_load_that_takes_longer_than_the_prompt_sends_it_elsewhere() -> None:
 
 def test_reports_say_what_a_load_takes_and_what_has_come_back() -> None:
     rig = tiered_rig(load_token_s=1e-4)
-    for number in range(1, 60):
-        rig.report("prefill/b", number, loaded_tokens=64, loading_seconds=64 * 3e-4)
-    rig.report("prefill/b", 60, stored=HASHES[4:6], demoted=HASHES[3:4])
+    rig.report("prefill/b", 1, loaded_tokens=10**6, loading_seconds=3e-4 * 10**6)
+    rig.report("prefill/b", 2, stored=HASHES[4:6], demoted=HASHES[3:4])
     rig.ask("r", prompt=640, hashes=[*HASHES, *own(0)[:2]])
     (decision,) = rig.router.decisions.find("r")
     assert decision.loaded_tokens == 5 * 64, "the pool holds the head alone"
     assert decision.prefill_s == pytest.approx(320 * 3e-4 + 128 * 5e-4, rel=0.01)
+
+
+def test_one_slow_load_of_a_block_says_little_and_is_forgotten() -> None:
+    rig = tiered_rig(load_token_s=1e-4)
+    rig.report("prefill/b", 1, loaded_tokens=64, loading_seconds=2.0)
+    worker = rig.router.workers["prefill/b"]
+    assert 1e-4 < worker.load_token_s < 4e-4
+    for _ in range(100):
+        rig.ask(f"r{rig.now}", prompt=64)
+        rig.send(e.FirstTokenSent((f"r{rig.now}", 0)))
+        rig.over(f"r{rig.now}")
+        rig.now += 10.0
+    assert worker.load_token_s == pytest.approx(1e-4, rel=0.01)
+
+
+def test_a_worker_that_joins_again_keeps_what_its_loads_have_shown() -> None:
+    rig = tiered_rig(load_token_s=1e-4)
+    rig.report("prefill/b", 1, loaded_tokens=10**6, loading_seconds=3e-4 * 10**6)
+    worker = rig.router.workers["prefill/b"]
+    rig.send(e.WorkerJoined(worker.card, 0, HASHES[:4], demoted_hashes=HASHES[4:]))
+    assert worker.load_token_s == pytest.approx(3e-4, rel=0.02)
 
 
 def test_a_prompt_that_waited_for_a_load_says_nothing_of_the_workers_speed() -> None:
@@ -310,6 +330,51 @@ def test_a_peer_loads_what_only_its_tiers_hold_before_it_is_fetched() -> None:
     (decision,) = rig.router.decisions.find("r")
     assert decision.loaded_tokens == 0, "its own tiers have nothing"
     assert decision.prefill_s == pytest.approx(0.002 + 512e-5 + 128 * 1e-3 + 128 * 1e-2)
+
+
+def test_of_equal_holders_the_one_that_need_not_load_sends_the_prefix() -> None:
+    for number in range(8):
+        rig = fetching_rig(load_token_s=1.0)
+        joined = msgspec.structs.replace(rig.router.workers["prefill/b"].card, id="prefill/c")
+        rig.send(e.WorkerJoined(joined, 0, HASHES))
+        placed = rig.ask(
+            f"r{number}",
+            prompt=640,
+            hashes=[*HASHES, *own(0)[:2]],
+            avoided_workers=["prefill/b", "prefill/c"],
+        )
+        assert (placed.prefix_holder, placed.hit_tokens) == ("prefill/c", 512)
+
+
+def test_a_load_and_a_fetch_are_both_paid_for() -> None:
+    rig = fetching_rig(load_token_s=1e-3)
+    rig.report("prefill/a", 1, stored=HASHES[:3])
+    rig.report("prefill/a", 2, demoted=HASHES[1:3])
+    rig.ask("r", prompt=640, hashes=[*HASHES, *own(0)[:2]], avoided_workers=["prefill/b"])
+    (decision,) = rig.router.decisions.find("r")
+    assert (decision.fetch, decision.loaded_tokens, decision.hit_tokens) == ("prefill/b", 128, 512)
+    fetched_s = 0.002 + 128 * 1e-3 + 320 * 1e-5  # `b` loads two blocks, and sends five
+    assert decision.prefill_s == pytest.approx(128 * 1e-3 + fetched_s + 128 * 1e-2)
+
+
+@pytest.mark.parametrize("policy", ["diptych", "min_ttft"])
+def test_what_only_a_decode_workers_tiers_hold_has_to_be_sent(policy: str) -> None:
+    def moved_tokens(demoted: list[bytes]) -> int:
+        rig = Rig("prefill/a", "decode/y", policy=policy)
+        tiered_card = msgspec.structs.replace(card("decode/x"), load_token_s=1e-6)
+        held = [content for content in HASHES if content not in demoted]
+        rig.send(e.WorkerJoined(tiered_card, 0, held, demoted_hashes=demoted))
+        rig.send(e.WorkerLost("decode/y"))
+        moved: list[int] = []
+        commit = rig.router.placer.commit
+        rig.router.placer.commit = lambda placement, now: (  # type: ignore[method-assign]
+            moved.append(placement.moved_tokens),
+            commit(placement, now),
+        )
+        rig.ask("r", prompt=64 * 60, hashes=[*HASHES, *(bytes([200 + n]) * 16 for n in range(8))])
+        return moved[0]
+
+    assert moved_tokens(HASHES[4:]) == moved_tokens([]) + 4 * 64
 
 
 def test_nothing_is_fetched_from_a_peer_whose_load_takes_too_long() -> None:

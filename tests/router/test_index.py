@@ -182,9 +182,11 @@ def test_it_agrees_with_a_set_per_worker(steps) -> None:
 
 
 def pooled(made: PrefixIndex, slot: int, hashes: list[bytes]) -> int:
-    exact = made.match(hashes).pooled_depth(slot)
-    assert made.find(hashes).pooled_depth(slot) == exact
-    return exact
+    exact = made.match(hashes)
+    depth = exact.pooled_depth(slot, exact.depth(slot))
+    quick = made.find(hashes)
+    assert quick.pooled_depth(slot, quick.depth(slot)) == depth
+    return depth
 
 
 def test_a_demoted_prefix_is_held_but_not_in_the_pool() -> None:
@@ -217,6 +219,14 @@ def test_a_prediction_does_not_bring_a_demoted_prefix_back() -> None:
     assert depths(made, [A, B]) == {"x": 2}
 
 
+def test_a_prediction_that_is_demoted_before_any_report_of_it_does_not_end() -> None:
+    made = PrefixIndex()
+    made.predict(0, [A, B], now=0.0)
+    made.demote(0, [A, B])
+    made.expire(1e9)
+    assert depths(made, [A, B]) == {"x": 2} and pooled(made, 0, [A, B]) == 0
+
+
 def test_what_a_worker_demotes_unheard_is_held() -> None:
     made = PrefixIndex()
     made.demote(0, [A, B])
@@ -228,6 +238,10 @@ def test_entries_beyond_the_bound_are_demoted_no_more() -> None:
     made.demote(0, [A, B])
     made.store(0, [C, D])
     assert made.held_count(0) == 2 and made.demoted_hashes(0) == []
+    made.demote(0, [A, B, E, F, G])
+    assert made.held_count(0) == 2 and made.demoted_hashes(0) == [A, B], "roots go last"
+    made.drop(0)
+    assert not made.find([A]).demoted_by_slot
 
 
 @given(count=st.integers(1, 40), held=st.integers(0, 40), in_pool=st.integers(0, 40))

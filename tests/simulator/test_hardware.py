@@ -228,7 +228,7 @@ def test_a_fit_finds_the_overheads_that_made_the_times():
         )
         for engine in engines
     ]
-    found = fit.fit_overheads(engines)
+    found = fit.fit_overheads(engines).overheads
     assert fit.summarise(fit.predictions(engines, found)).mean < 0.01
 
 
@@ -239,7 +239,10 @@ def test_host_time_that_no_measurement_tells_is_none():
         measured(1, isl=isl, osl=osl, tpot_s=fit.predict([measured(1, isl=isl, osl=osl)], made)[0])
         for isl, osl in ((100, 1000), (1000, 100), (4000, 500), (8000, 100))
     ]
-    assert fit.fit_overheads(engines).row_s == 0.0
+    found = fit.fit_overheads(engines)
+    assert found.overheads.row_s == 0.0
+    at_bounds = fit.find_at_bounds(*found)
+    assert not [value for value in at_bounds if value.startswith("row_s")], "it was held"
 
 
 def test_our_own_engine_is_read_from_the_proof_on_a_gpu():

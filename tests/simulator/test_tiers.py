@@ -38,7 +38,8 @@ TIERS = WorkerTiers(memory_tokens=256, disk_tokens=512, memory_token_s=1e-4, dis
 def test_sizes_are_read_with_and_without_speeds() -> None:
     sizes = TierSizes.parse("memory=0.5TiB@40GB/s, disk=2TiB")
     assert sizes == TierSizes(512 * GIB, 2048 * GIB, 40e9, None)
-    assert str(sizes) == "memory=512GiB,disk=2048GiB"
+    assert str(sizes) == "memory=512GiB@40GB/s,disk=2048GiB"
+    assert TierSizes.parse(str(sizes)) == sizes
     assert TierSizes.parse("") is None
 
 
@@ -58,7 +59,7 @@ def test_a_worker_has_the_speed_of_all_its_gpus() -> None:
 
 
 def test_workers_whose_kv_size_is_not_known_get_no_tiers() -> None:
-    with pytest.raises(SimulationError, match="not measured"):
+    with pytest.raises(SimulationError, match="nobody has measured"):
         Fleet(((SIMPLE, 1),)).with_tiers(TierSizes(GIB))
     with pytest.raises(SimulationError, match="does not hold"):
         TierSizes(1.0).of_worker(kv_token_bytes=2.0, gpus=1)
@@ -110,7 +111,8 @@ def test_an_evicted_block_is_demoted_and_in_the_end_evicted() -> None:
 
 
 def tiered_worker() -> SimulatedWorker:
-    shape = replace(SIMPLE, kv_tokens=8 * 64, chunk_tokens=8192, tiers=TIERS)
+    tiers = replace(TIERS, memory_tokens=1024)
+    shape = replace(SIMPLE, kv_tokens=8 * 64, chunk_tokens=8192, tiers=tiers)
     return SimulatedWorker("decode/0", "decode", shape, TRACE, 0.045, 0.05)
 
 
@@ -145,6 +147,41 @@ def test_a_prompt_finds_what_was_evicted_after_a_load() -> None:
     assert report.loaded_tokens == loaded_tokens
     assert report.loading_seconds == pytest.approx(loaded_tokens * 1e-4)
     assert set(report.stored) & {b"3", b"4"}
+
+
+def test_without_room_in_the_pool_nothing_is_loaded() -> None:
+    worker = tiered_worker()
+    served(worker, 257, [1, 2, 3, 4])
+    served(worker, 450, [11, 12, 13, 14, 15, 16])
+    again = attempt_at(257, 1, [1, 2, 3, 4])
+    assert worker.held_tokens(again.request) == 256
+    worker.pool.allocate(worker.pool.available_blocks)  # somebody else has all of it
+    cached_tokens = worker.cached_tokens(again.request)
+    assert worker.load_prefix(again) == worker.now
+    assert worker.serve_prefix(again, worker.now) == worker.now
+    assert worker.cached_tokens(again.request) == cached_tokens and worker.loaded_tokens == 0
+
+
+def test_what_a_peer_asks_for_is_loaded_and_cached() -> None:
+    worker = tiered_worker()
+    served(worker, 257, [1, 2, 3, 4])
+    served(worker, 450, [11, 12, 13, 14, 15, 16])
+    asked = attempt_at(257, 1, [1, 2, 3, 4])
+    missing_tokens = 256 - worker.cached_tokens(asked.request)
+    ready_at = worker.serve_prefix(asked, worker.now + 1.0)
+    assert ready_at == pytest.approx(worker.now + 1.0 + missing_tokens * 1e-4)
+    assert worker.cached_tokens(asked.request) == 256 and not worker.scheduler.staged
+    worker.pool.validate()
+
+
+def test_a_prompt_that_is_given_up_while_it_is_loaded_leaves_nothing() -> None:
+    worker = tiered_worker()
+    served(worker, 257, [1, 2, 3, 4])
+    served(worker, 450, [11, 12, 13, 14, 15, 16])
+    attempt = attempt_at(257, 1, [1, 2, 3, 4])
+    assert worker.load_prefix(attempt) > worker.now and worker.scheduler.staged
+    worker.release(attempt)
+    assert not worker.scheduler.staged and not worker.pool.used_blocks
 
 
 def test_without_tiers_nothing_is_loaded() -> None:

@@ -82,13 +82,13 @@ def test_a_load_is_measured_and_counted() -> None:
     assert 0 < tiering.measure_load_s() < 1
     tiering.load(LoadBlocks(("r", 0), 0, CONTENTS[:1], [1]))
     assert loaded.get(timeout=10).block_count == 0
-    assert (tiering.loaded_blocks, tiering.loading_s) == (0, 0.0), "a miss is no load"
+    assert tiering.tiers.loads_done.blocks == 0
     tiering.demote(DemoteBlocks([(1, CONTENTS[0])]))
     stored.get(timeout=10)
     tiering.load(LoadBlocks(("r", 0), 0, CONTENTS[:1], [2]))
     assert loaded.get(timeout=10).block_count == 1
     tiering.close()
-    assert tiering.loaded_blocks == 1 and tiering.loading_s > 0
+    assert tiering.tiers.loads_done.blocks == 1 and tiering.tiers.loads_done.seconds > 0
 
 
 def claim(root: Path) -> tuple[Path | None, Tiering]:

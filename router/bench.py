@@ -55,12 +55,14 @@ TERM = (
 )
 SYSTEM_BLOCKS = 8  #: blocks (of `BLOCK_TOKENS`, 64) of a system prompt
 SYSTEM_PROMPTS = 16  #: different ones
-HISTORY_BLOCKS = (40, 300)  #: least and most blocks of a history, the system prompt's included
+HISTORY_BLOCKS = (40, 300)  #: of a history, the system prompt's included: 40 to 299
 TURN_BLOCKS = 24  #: new in each turn: the answer of the turn before, and the question
 OUTPUT_TOKENS = 350  #: of an answer: 5 whole blocks
 PLACEMENTS_PER_S = 3500  #: the rate for which the mix has its reports; `COST` allows it
 REPORT_S = 0.2  #: between two reports of a worker
-DECODES_PER_WORKER = 10  #: attempts for each decode worker; beyond that, the oldest ends
+DECODES_PER_WORKER = (
+    10  #: times the decode workers: with more attempts that decode, the oldest ends
+)
 #: Seconds, as the fields of `Coefficients` say: of each prefill, step and transfer (`_base`), prompt token,
 #: pair of query and key, row of a step, KV token that a step reads, and KV token that is moved. 500
 #: prefill workers compute about 3,500 such prompts a second.
@@ -89,7 +91,7 @@ class TimedEvent(NamedTuple):
 class BenchCluster:
     """The router under test and what is needed to drive it.
 
-    A hash is the same object here and in the index, so that `_index_bytes` counts it once.
+    A hash is the same object here and in the index, which keeps its callers' own.
     """
 
     router: Router

@@ -216,8 +216,9 @@ class MeasuredEngine:
     ttft_s: float = 0.0  #: time to the first token; 0: not known, and no sign of a queue
     #: Groups of GPUs that have different experts. No formula has it; it tells measurements apart.
     expert_parallel: int = 1
-    #: The date of the measurement, if it is known, and the version of the engine. As texts, a newer
-    #: measurement comes after an older one.
+    #: The date of the measurement, if it is known, and the version of the engine, to be compared as
+    #: texts: a later date is behind an earlier one and behind none. No two measurements of the sample
+    #: that differ by the version alone have numbers there.
     version: str = ""
     implausible: bool = False  #: of `IMPLAUSIBLE`, which no fit uses
 

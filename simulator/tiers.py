@@ -106,9 +106,13 @@ class TierSizes:
 
 
 def _part(name: str, size: float, bytes_per_s: float | None) -> str:
-    """Return a tier as `TierSizes.parse` reads it, to six digits."""
-    speed = f"@{bytes_per_s / 1e9:g}GB/s" if bytes_per_s else ""
-    return f"{name}={size / UNITS['GiB']:g}GiB{speed}"
+    """Return a tier as `TierSizes.parse` reads it, to six decimals."""
+    speed = f"@{_decimal(bytes_per_s / 1e9)}GB/s" if bytes_per_s else ""
+    return f"{name}={_decimal(size / UNITS['GiB'])}GiB{speed}"
+
+
+def _decimal(value: float) -> str:
+    return f"{value:.6f}".rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +171,8 @@ class SimulatedTiers:
     def load(self, contents: Sequence[bytes], now: float) -> float:
         """Load the blocks of a prefix, all of which a tier holds; return when they are in the pool.
 
-        There must be one at least. They stay in the tiers, and come to memory. The head counts as used
-        last, as a prefix is worth nothing without it.
+        They stay in the tiers, and come to memory as far as it holds them. The head counts as used last,
+        as a prefix is worth nothing without it.
         """
         seconds = 0.0
         for content in contents:

@@ -69,7 +69,7 @@ def open_vllm(options: EngineOptions, progress: ReportProgress | None = None) ->
     """
     engine = VllmEngine(options, progress)
     if progress:
-        progress("self test", 1.0)
+        progress("self test", 0.0)
     try:
         check_moved_blocks(engine, read_facts(options.model_folder).vocabulary)
         engine.forget_self_test()

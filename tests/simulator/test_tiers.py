@@ -40,6 +40,7 @@ def test_sizes_are_read_with_and_without_speeds() -> None:
     assert sizes == TierSizes(512 * GIB, 2048 * GIB, 40e9, None)
     assert str(sizes) == "memory=512GiB@40GB/s,disk=2048GiB"
     assert TierSizes.parse(str(sizes)) == sizes
+    assert str(TierSizes.parse("memory=1000TiB")) == "memory=1024000GiB"
     assert TierSizes.parse("") is None
 
 

@@ -7,13 +7,15 @@ parts have. Those that are plotted:
                    so many stay within; empty where nothing was served
     stages         of a load whose rate changes by steps: requests offered and met, per second
     timeline       the same for equal stretches of time from `at_s` on, counted where requests arrive;
-                   and `running`, the mean number of requests that had been sent and had not ended
+                   and `running`, the mean number of served requests under way (a failed one has no end)
     deciles        tenths of the requests by prompt length, the shortest first, fewer for fewer than
                    ten requests: the longest prompt, and the share of these requests that were met
-    requests       a row for each, with the values that `columns` names; `missed` is a bool
+    requests       a row for each, with the values that `columns` names; `missed` says what was missed,
+                   and is empty where nothing was
 
 A request is met if it was answered without an error and kept its targets: of TTFT (time to the first
-token) and of ITL (a limit for all of its gaps between tokens); else it is missed. Goodput is how many
+token) and of ITL (a limit for the mean of its gaps between tokens, and from 20 gaps on for their 99th
+percentile too); else it is missed. Goodput is how many
 requests were met, as a rate or as a share of those that were offered.
 """
 

@@ -97,6 +97,8 @@ def _unpack(wheel_file: Path, folder: Path, bytes_left: int) -> tuple[str | None
 
     Returns why it is not unpacked, or None; and the compressed bytes of what is.
     """
+    if not zipfile.is_zipfile(wheel_file):
+        return f"{wheel_file.name} is damaged", 0
     with zipfile.ZipFile(wheel_file) as wheel:
         parts = [part for part in wheel.infolist() if not part.filename.startswith(LEFT_OUT)]
         packed_bytes = sum(part.compress_size for part in parts)

@@ -69,7 +69,7 @@ def open_vllm(options: EngineOptions, progress: ReportProgress | None = None) ->
     """
     engine = VllmEngine(options, progress)
     if progress:
-        progress("self test", 0.0)
+        progress("self test", 1.0)
     try:
         check_moved_blocks(engine, read_facts(options.model_folder).vocabulary)
         engine.forget_self_test()
@@ -83,7 +83,7 @@ class VllmEngine:
     """An `EngineLike` that hosts vLLM. One thread owns it (`loop.EngineThread`)."""
 
     def __init__(self, options: EngineOptions, progress: ReportProgress | None = None) -> None:
-        """Loads the model into vLLM; `progress` gets what begins now, and 0.0, or what is done, and 1.0.
+        """Loads the model into vLLM; `progress` gets what goes on, and the loaded share of the weights.
 
         Raises errors of `errors.py`, among them UnsupportedModel, and `start.VllmUnavailable`. vLLM is
         ended then.
@@ -203,7 +203,7 @@ class VllmEngine:
     def growth_reserve_blocks(self) -> int:
         """Blocks that reservations and fetched prefixes leave to answers that grow.
 
-        The only request may take them. Prompts that are computed here begin without regard to them: vLLM
+        The first reservation, beside no other request, may take them. Prompts that are computed here begin without regard to them: vLLM
         preempts where its pool is too small.
         """
         return self.block_count // GROWTH_RESERVE_SHARE

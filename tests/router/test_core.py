@@ -300,21 +300,23 @@ def test_a_prompt_that_waited_for_a_load_says_nothing_of_the_workers_speed() -> 
     assert rig.router.workers["prefill/b"].prefill_correction.factor == 1.0
 
 
+TRANSFER_COST = Coefficients(
+    prefill_base=0.0,
+    prefill_token=1e-2,
+    prefill_pair=0.0,
+    step_base=0.01,
+    step_row=0.0,
+    step_weights=0.0,
+    step_token=0.0,
+    transfer_token=1e-5,
+)
+
+
 def fetching_rig(load_token_s: float) -> Rig:
     """Prefill worker b has demoted the last 2 of a prompt's 8 blocks; a may fetch them all."""
-    cost = Coefficients(
-        prefill_base=0.0,
-        prefill_token=1e-2,
-        prefill_pair=0.0,
-        step_base=0.01,
-        step_row=0.0,
-        step_weights=0.0,
-        step_token=0.0,
-        transfer_token=1e-5,
-    )
     rig = Rig("decode/x")
     for name in ("prefill/a", "prefill/b"):
-        joined = msgspec.structs.replace(card(name), cost=cost, load_token_s=load_token_s)
+        joined = msgspec.structs.replace(card(name), cost=TRANSFER_COST, load_token_s=load_token_s)
         rig.send(e.WorkerJoined(joined, 0, []))
     rig.report("prefill/b", 1, stored=HASHES)
     rig.report("prefill/b", 2, demoted=HASHES[6:])
@@ -359,22 +361,21 @@ def test_a_load_and_a_fetch_are_both_paid_for() -> None:
 
 @pytest.mark.parametrize("policy", ["diptych", "min_ttft"])
 def test_what_only_a_decode_workers_tiers_hold_has_to_be_sent(policy: str) -> None:
-    def moved_tokens(demoted: list[bytes]) -> int:
-        rig = Rig("prefill/a", "decode/y", policy=policy)
-        tiered_card = msgspec.structs.replace(card("decode/x"), load_token_s=1e-6)
+    def link_seconds(demoted: list[bytes]) -> float:
+        """How long the prompt's transfer takes, behind its begin."""
+        rig = Rig("prefill/a", policy=policy)
+        tiered_card = msgspec.structs.replace(
+            card("decode/x"), load_token_s=1e-6, cost=TRANSFER_COST
+        )
         held = [content for content in HASHES if content not in demoted]
         rig.send(e.WorkerJoined(tiered_card, 0, held, demoted_hashes=demoted))
-        rig.send(e.WorkerLost("decode/y"))
-        moved: list[int] = []
-        commit = rig.router.placer.commit
-        rig.router.placer.commit = lambda placement, now: (  # type: ignore[method-assign]
-            moved.append(placement.moved_tokens),
-            commit(placement, now),
-        )
-        rig.ask("r", prompt=64 * 60, hashes=[*HASHES, *(bytes([200 + n]) * 16 for n in range(8))])
-        return moved[0]
+        rest = [bytes([200 + number]) * 16 for number in range(8)]
+        placed = rig.ask("r", prompt=64 * 60, hashes=[*HASHES, *rest])
+        assert placed.prefill_worker == "prefill/a"
+        return rig.router.workers["decode/x"].link_busy_until - rig.now
 
-    assert moved_tokens(HASHES[4:]) == moved_tokens([]) + 4 * 64
+    sent_more_s = link_seconds(HASHES[4:]) - link_seconds([])
+    assert sent_more_s == pytest.approx(4 * 64 * TRANSFER_COST.transfer_token)
 
 
 def test_nothing_is_fetched_from_a_peer_whose_load_takes_too_long() -> None:

@@ -160,7 +160,7 @@ def test_the_report_names_every_policy_in_text_and_html(study):
         "those of vLLM" in lines[1]
         and "not of Diptych's own engine, which has been timed with one" in lines[1]
     )
-    assert "the fit of H200 has values on their limits" in lines[2]
+    assert "the fit of vllm on H200 has values on their limits" in lines[2]
     assert lines[4].split()[:2] == ["POLICY", "VARIANT"] and "OFFERED P99" in lines[4]
     assert [line.split()[0] for line in lines[5:7]] == ["diptych", "round_robin"]
     page = report.study_page(found)

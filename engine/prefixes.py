@@ -63,9 +63,8 @@ from .commands import (
 from .sequence import Sequence
 
 FETCH_MARK = "\x1e"  #: Ends the request id of the key of a fetch; no client's id has it.
-SERVE_MARK = (
-    "\x1f"  #: Ends the request id of the key of blocks that are served; no client's id has it.
-)
+#: Ends the request id of the key of blocks that are served; no client's id has it.
+SERVE_MARK = "\x1f"
 #: Begins the 9 bytes that stand for the hashes in a probe's ticket; a content hash has 16.
 PROBE_PREFIX = b"probe"
 
@@ -91,9 +90,8 @@ class ServedPrefix:
     hashes: list[bytes]  #: Content hashes of the prefix's blocks; empty for a probe.
     asks_tiers: bool  #: The tiers are still to be asked for what the pool lacks.
     loading: bool = False  #: The tiers write into its blocks.
-    over: bool = (
-        False  #: The push has ended while the tiers were loading; blocks are released then.
-    )
+    #: The push has ended while the tiers were loading: its blocks are released behind the load.
+    over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +142,8 @@ class PrefixExchange:
         self.has_tiers = has_tiers  #: There are tiers below the pool.
         self.fetches: dict[AttemptKey, PrefixFetch] = {}  #: By the key of the fetch.
         self.probes: dict[AttemptKey, RunningProbe] = {}  #: By the key of the fetch.
-        self.served: dict[
-            AttemptKey, ServedPrefix
-        ] = {}  #: By the key of the peer's fetch or probe.
+        #: By the key of the peer's fetch or probe.
+        self.served: dict[AttemptKey, ServedPrefix] = {}
 
     def begin_sequence(self, sequence: Sequence, peer: str | None) -> list[PrefixAction]:
         """Fetches the sequence's prefix before the sequence is added.

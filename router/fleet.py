@@ -221,7 +221,7 @@ class WorkerFleet:
                 predicted_s = worker.nominal_cost.step_s(report.running, report.kv_tokens)
                 step_s = report.step_seconds / report.steps
                 worker.step_correction.observe(step_s / predicted_s)
-        if report.loaded_tokens:
+        if report.loaded_tokens > 0:
             worker.observe_loads(report.loaded_tokens, report.loading_seconds)
             worker.loaded_lately = True
         could_decode = worker.can_decode

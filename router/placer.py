@@ -350,8 +350,7 @@ class Placer:
             if gentle and not disturbs_nobody(request, worker, self.fleet.itl_s):
                 continue
             # A decode worker's tiers do not help: only what its pool holds need not be sent.
-            pooled_tokens = request.cached_tokens(worker) - request.demoted_tokens(worker)
-            moved_tokens = request.prompt_tokens - pooled_tokens
+            moved_tokens = request.prompt_tokens - request.pooled_tokens(worker)
             candidate = decode_candidate(request, worker, span, moved_tokens)
             lowest_cost = min(lowest_cost, candidate.cost)
             candidates.append(candidate)

@@ -83,6 +83,10 @@ class QueuedRequest:
         depth = self.hits.depth(worker.slot)
         return min(tokens_at(depth), self.prompt_tokens - 1) if depth else 0
 
+    def pooled_tokens(self, worker: WorkerState) -> int:
+        """Return those of its cached tokens that the worker's pool has: they cost nothing."""
+        return self.cached_tokens(worker) - self.demoted_tokens(worker)
+
     def demoted_tokens(self, worker: WorkerState) -> int:
         """Return those of its cached tokens that only the worker's tiers have: they must be loaded."""
         hits = self.hits

@@ -47,7 +47,7 @@ from .planned_layout import (
 from .processes import simulation_processes
 from .reach import ReachStudy, find_reach, target_curve
 from .search import ProgressReporter, no_progress, split_text
-from .tier_sizes import size_tiers, tier_lines
+from .tier_sizes import check_sizes, size_tiers, tier_lines
 from .tiers import TierSizes
 
 STEP_TOKENS_MINIMUM = 64  #: of `max_step_tokens` in cluster.yaml
@@ -74,7 +74,7 @@ def plan_layouts(
     """
     if tiers is not None:
         for option in options:
-            option.fleet.with_tiers(tiers)  # says at once what is wrong with them
+            check_sizes(option.fleet, tiers)  # before anything is simulated
     with simulation_processes(jobs) as pool:
         layouts = _simulate_layouts(options, demand, pool, report_progress)
         best = choose_layout(layouts, demand)

@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TypedDict
 
+from .fleet import Fleet
 from .planned_layout import FleetLayout, FleetOption, LayoutTask, PlanDemand, simulate_layout
 from .tiers import TierSizes
 
@@ -33,6 +34,12 @@ class TierStudy(TypedDict):
     entries: list[TierEntry]  #: the smallest first
     enough: str  #: the smallest size that is enough, as in `TierEntry.tiers`
     sentence: str
+
+
+def check_sizes(fleet: Fleet, largest: TierSizes) -> None:
+    """Raise SimulationError if not every part of `largest` can be put below the fleet's pools."""
+    for share in SIZE_SHARES:
+        fleet.with_tiers(largest.scaled(share))
 
 
 def size_tiers(

@@ -68,7 +68,7 @@ class LoadRequest:
 TierRequest = StoreRequest | LoadRequest
 
 
-class TierLoads(NamedTuple):
+class BlockLoads(NamedTuple):
     """What has come back from the tiers since the start."""
 
     blocks: int
@@ -120,7 +120,7 @@ class TieredStore:
         self._lookups: Counter[str] = Counter()  #: of `count_held_blocks`: hits, misses by tier
         self._counts: Counter[str] = Counter()  #: loads by tier, refusals, switching off
         self._failures: dict[Tier, Counter[str]] = {tier: Counter() for tier in Tier}
-        self._loads_done = TierLoads(0, 0.0)
+        self._loads_done = BlockLoads(0, 0.0)
         self._copy_s = 0.0  #: in copies into and out of memory, checksums included
         self._disk_s = 0.0  #: in reads and writes of the file
         self._open = True  #: False from `close` on, or once the thread has failed
@@ -186,7 +186,7 @@ class TieredStore:
         return self._open
 
     @property
-    def loads_done(self) -> TierLoads:
+    def loads_done(self) -> BlockLoads:
         """What has come back so far. Any thread."""
         return self._loads_done
 
@@ -411,7 +411,7 @@ class TieredStore:
         seconds = time.perf_counter() - began
         with self._wake:
             done = self._loads_done
-            self._loads_done = TierLoads(done.blocks + len(arrived), done.seconds + seconds)
+            self._loads_done = BlockLoads(done.blocks + len(arrived), done.seconds + seconds)
             for content, _ in pinned_pairs:
                 self._index.unpin(content)
 

@@ -318,8 +318,7 @@ class EarlyPolicy:
         self, request: QueuedRequest, worker: WorkerState, cost: float, span: PrefillSpan
     ) -> DecodeCandidate:
         """Return the predicted terms of a worker, with the cost by which it was compared."""
-        pooled_tokens = request.cached_tokens(worker) - request.demoted_tokens(worker)
-        moved_tokens = request.prompt_tokens - pooled_tokens
+        moved_tokens = request.prompt_tokens - request.pooled_tokens(worker)
         candidate = decode_candidate(request, worker, span, moved_tokens)
         candidate.cost = cost
         return candidate

@@ -179,14 +179,17 @@ def test_an_evicted_block_that_a_tier_holds_is_demoted_until_the_tier_drops_it()
     assert pool.drain_events() == ([], CONTENT[1:2], [])
 
 
-def test_a_block_that_is_used_while_it_is_copied_is_offered_again() -> None:
+def test_a_block_that_is_used_while_it_is_copied_is_demoted_if_it_goes_and_offered_again() -> None:
     pool = BlockPool(2)
     prefix = cached_prefix(pool, 1)
     pool.pin_for_demotion(1)
     used = pool.match(CONTENT[:1])
     pool.finish_demotion(prefix[0], copied=True)
     pool.release(used)
-    assert demote(pool, 1) == prefix
+    assert demote(pool, 1, copied=False) == prefix
+    pool.drain_events()
+    pool.allocate(1)
+    assert pool.drain_events() == ([], [], CONTENT[:1])
 
 
 def test_a_refused_block_is_offered_again_once_it_was_used_or_the_tiers_take_blocks() -> None:
@@ -307,18 +310,6 @@ class Pool(RuleBasedStateMachine):
 
 Pool.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
 TestPool = Pool.TestCase
-
-
-def test_a_block_that_is_used_while_a_tier_copies_it_is_demoted_when_it_goes() -> None:
-    pool = BlockPool(2)
-    prefix = cached_prefix(pool, 1)
-    pool.pin_for_demotion(1)
-    used = pool.match(CONTENT[:1])
-    pool.finish_demotion(prefix[0], copied=True)
-    pool.release(used)
-    pool.drain_events()
-    pool.allocate(1)
-    assert pool.drain_events() == ([], [], CONTENT[:1])
 
 
 def test_demoted_marks_come_head_first() -> None:

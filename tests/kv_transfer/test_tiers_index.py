@@ -51,6 +51,19 @@ def test_what_left_its_last_tier_is_told_once_unless_it_is_back() -> None:
     index.remove_copy(A, Tier.DISK, "checksum")
     stored(index, A)
     assert A not in index.take_left()
+    index.detach_disk()
+    assert set(index.take_left()).isdisjoint(index.contents())
+
+
+def test_what_only_a_lost_disk_held_has_left() -> None:
+    index = TierIndex(1)
+    index.attach_disk(2, [])
+    stored(index, A)
+    assert demoted(index) == A
+    stored(index, B)
+    assert index.take_left() == []
+    index.detach_disk()
+    assert index.take_left() == [A] and index.contents() == [B]
 
 
 def test_the_block_that_nobody_used_for_longest_leaves_memory() -> None:

@@ -274,6 +274,22 @@ def test_a_plan_names_the_smallest_tiers_that_are_enough() -> None:
     assert without.document["tiers"] is None and "TIERS" not in repr(without)
 
 
+@pytest.mark.parametrize("largest", ["memory=0.0005GiB", "memory=1GB"])
+def test_sizes_that_cannot_be_are_refused_before_anything_is_simulated(largest: str) -> None:
+    lines: list[str] = []
+    with pytest.raises(SimulationError, match="tiers"):
+        diptych.plan(
+            conversations(),
+            model="llama3.1-8b-fp8",
+            tp=1,
+            fleet="H200:2",
+            jobs=1,
+            tiers=largest,
+            report_progress=lines.append,
+        )
+    assert lines == []
+
+
 def test_the_smallest_size_with_nearly_all_of_the_gain_is_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from diptych.loadtests.ports import PORTS
 
 BIN = Path(sys.executable).parent
 #: The python with vLLM, if the clusters of these tests are to compute with it (`make test-vllm`).
@@ -24,8 +25,6 @@ VLLM_PYTHON = os.environ.get("DIPTYCH_TEST_VLLM_PYTHON")
 START_S, STOP_S = 400.0 if VLLM_PYTHON else 150.0, 60.0
 
 
-#: Below the kernel's range for outgoing connections, above Ray's workers'.
-PORTS = range(20_000, 32_768)
 TEST_PROCESSES_MAX = 8  #: Processes of pytest that run beside each other.
 
 

@@ -561,16 +561,18 @@ def test_a_block_that_is_evicted_right_behind_its_copy_is_believed_by_nobody(mon
     assert told.believed == set()
 
 
-def test_when_the_thread_fails_all_that_left_is_told(monkeypatch, tmp_path) -> None:
-    told = Told(memory=1)
-    told.store(1)
-    eventually(lambda: told.believed == {name(1)}, "it is stored")
+def test_when_the_thread_fails_all_that_left_is_told(monkeypatch) -> None:
+    told = Told(memory=2)
+    for number in (1, 2):
+        told.store(number)
+    eventually(lambda: len(told.believed) == 2, "both are stored")
 
-    def fail(*_: object) -> None:
+    def fail(_: object) -> None:
+        told.store(4)  # which evicts the second, right before the end
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(told.tiers._memory, "put", fail)
-    told.store(2)  # which evicts the first
+    monkeypatch.setattr(told.tiers, "_serve", fail)
+    told.store(3)  # which evicts the first
     eventually(lambda: not told.tiers.is_open, "the thread has ended")
     eventually(lambda: not told.believed, "nothing is believed")
 

@@ -240,6 +240,7 @@ def test_entries_beyond_the_bound_are_demoted_no_more() -> None:
     assert made.held_count(0) == 2 and made.demoted_hashes(0) == []
     made.demote(0, [A, B, E, F, G])
     assert made.held_count(0) == 2 and made.demoted_hashes(0) == [A, B], "roots go last"
+    assert made.find([A]).demoted_by_slot == {0: {A, B}}
     made.drop(0)
     assert not made.find([A]).demoted_by_slot
 

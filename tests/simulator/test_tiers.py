@@ -12,6 +12,7 @@ from diptych.simulator import tier_sizes
 from diptych.simulator.attempt import SimulatedAttempt
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Fleet, Split
+from diptych.simulator.hardware import Hardware
 from diptych.simulator.planned_layout import (
     FleetLayout,
     FleetOption,
@@ -111,10 +112,13 @@ def test_an_evicted_block_is_demoted_and_in_the_end_evicted() -> None:
 # ---- a worker ------------------------------------------------------------------------------------
 
 
-def tiered_worker() -> SimulatedWorker:
+def tiered_hardware() -> Hardware:
     tiers = replace(TIERS, memory_tokens=1024)
-    shape = replace(SIMPLE, kv_tokens=8 * 64, chunk_tokens=8192, tiers=tiers)
-    return SimulatedWorker("decode/0", "decode", shape, TRACE, 0.045, 0.05)
+    return replace(SIMPLE, kv_tokens=8 * 64, chunk_tokens=8192, tiers=tiers)
+
+
+def tiered_worker() -> SimulatedWorker:
+    return SimulatedWorker("decode/0", "decode", tiered_hardware(), TRACE, 0.045, 0.05)
 
 
 def served(worker: SimulatedWorker, prompt: int, blocks: list[int]) -> SimulatedAttempt:
@@ -240,6 +244,25 @@ def test_tiers_turn_misses_into_hits_that_the_router_knows() -> None:
         assert known and known == set(worker.pool.demoted_hashes())
 
 
+def test_a_fetch_waits_for_what_its_holder_has_to_load() -> None:
+    hardware = tiered_hardware()
+    setting = Setting(Fleet(((hardware, 3),)), Split(2, 1))
+    simulation = Simulation(setting, TRACE, seed=0)
+    holder, asker, decode_worker = simulation.workers.values()
+    served(holder, 257, [1, 2, 3, 4])
+    served(holder, 450, [11, 12, 13, 14, 15, 16])
+    attempt = attempt_at(257, 1, [1, 2, 3, 4])
+    attempt.prefill_worker = asker.name
+    attempt.decode_worker = decode_worker.name
+    demoted_tokens = 256 - holder.cached_tokens(attempt.request)
+    assert demoted_tokens > 0
+    begins_at = holder.now + 1.0
+    arrives_at = simulation._fetch_prefix(holder, attempt, begins_at)
+    transfer_s = 256 * hardware.cost.transfer_token
+    assert arrives_at == pytest.approx(begins_at + demoted_tokens * 1e-4 + transfer_s)
+    assert attempt.fetched_tokens == holder.cached_tokens(attempt.request) == 256
+
+
 def test_equal_runs_with_tiers_are_equal() -> None:
     assert run(TIERS)[1] == run(TIERS)[1]
 
@@ -284,6 +307,7 @@ def test_sizes_that_cannot_be_are_refused_before_anything_is_simulated(largest: 
             tp=1,
             fleet="H200:2",
             jobs=1,
+            rate=1.0,
             tiers=largest,
             report_progress=lines.append,
         )

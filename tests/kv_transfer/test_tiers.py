@@ -568,7 +568,7 @@ def test_when_the_thread_fails_all_that_left_is_told(monkeypatch) -> None:
     eventually(lambda: len(told.believed) == 2, "both are stored")
 
     def fail(_: object) -> None:
-        told.store(4)  # which evicts the second, right before the end
+        told.tiers._index.begin_store(name(4))  # evicts the second, right before the end
         raise RuntimeError("broken")
 
     monkeypatch.setattr(told.tiers, "_serve", fail)

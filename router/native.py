@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 #: package -> modules that are compiled; policies that others may derive from stay Python
 MODULES = {
     "router": (
+        "cells",
         "core",
         "costs",
         "decisions",

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ..router import RouterConfig, SloClass
 from ..router.config import CLASSES
+from .cells import DividedSimulation
 from .documents import OWN_POLICY
 from .fleet import Faults, Fleet, FleetSplit
 from .metrics import SimulatedOutcome, Slo
@@ -64,6 +65,8 @@ class Case:
     router_config: RouterConfig | None = None
     #: Requests that would be late are refused at once, by policies that know: ours and Mooncake's.
     early_reject: bool = False
+    #: The fleet is divided into so many cells, each with a router and a queue (`cells.py`).
+    cells: int = 1
     #: Gateways hold first tokens back; None: as `RouterConfig` has it by default, or as recorded.
     pace_first_token: bool | None = None
 
@@ -143,11 +146,17 @@ def simulate_case(
     gc.disable()  # a run makes no cycles, and what it holds is large: to search it takes time
     try:
         requests = case.trace.workload(rate * case.fleet.gpus, seed, case.closed_loop)
-        simulation = Simulation(case.setting(split), case.trace, seed)
-        outcomes = simulation.run(requests, missed_limit)
+        setting = case.setting(split)
+        if case.cells > 1:
+            divided = DividedSimulation(setting, case.trace, case.cells, seed)
+            outcomes = divided.run(requests, missed_limit)
+            ended_count = divided.ended_requests
+        else:
+            simulation = Simulation(setting, case.trace, seed)
+            outcomes = simulation.run(requests, missed_limit)
+            ended_count = len(simulation.last_attempts)
     finally:
         gc.enable()
-    ended_count = sum(attempt is not None for attempt in simulation.last_attempts)
     return CaseRun(outcomes, ended_count, time.perf_counter() - started_at)
 
 

@@ -115,6 +115,7 @@ class StudyDocument(TypedDict):
     fit_warnings: list[str]  #: sentences on why the workers' times may be far off
     fleet: str  #: as it was named, such as `H200:32`
     tiers: str  #: below each worker's KV pool, as `memory=256GiB,disk=2TiB`; "": none
+    cells: int  #: into which the fleet is divided, each with a router and a queue of its own
     gpus: int  #: the number of GPUs; of CPU workers, the number of their cores
     replicas: int  #: of all roles
     slo: str  #: the targets, as `ttft=2s,itl=50ms`

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ..router import RouterConfig
 from .calibration import Calibration, merge_calibrations
 from .case import Variant
+from .cells import cell_fleet, cell_split
 from .documents import OWN_POLICY, LiveComparison, PolicyEntry, StudyDocument
 from .errors import SimulationError
 from .expense import Prices
@@ -114,6 +115,7 @@ def simulate(
     pace_first_token: bool | None = None,
     price: str | Sequence[str] = (),
     tiers: str = "",
+    cells: int = 1,
     calibrate_from_live: str | Path | None = None,
     jobs: int | None = None,
     report_progress: ProgressReporter = no_progress,
@@ -141,6 +143,7 @@ def simulate(
         slo_text=slo,
         tiers=TierSizes.parse(tiers),
     )
+    _check_cells(cells, setup, agreement)
     prices.of_fleet_hour(setup.fleet)  # a GPU without a price is said before anything is simulated
     study = Study(
         trace=_read_trace(trace, calibration, head),
@@ -163,6 +166,7 @@ def simulate(
         pace_first_token=pace_first_token,
         prices=prices,
         tiers=tiers,
+        cells=cells,
     )
     document = run_study(study, report_progress)
     # Only the same load without faults can be laid beside the recorded run.
@@ -226,6 +230,19 @@ def _study_setup(
         slo=Slo.parse(slo_text, fleet.costs),
         router_config=router_config,
     )
+
+
+def _check_cells(cells: int, setup: StudySetup, agreement: bool) -> None:
+    """Raise SimulationError if the fleet cannot be divided into so many cells, or the study not."""
+    _check_at_least_one("cells", cells)
+    if cells == 1:
+        return
+    if setup.split is None:
+        raise SimulationError(f"cells {cells}: give the split of the whole fleet too, like 60P20D")
+    if agreement:
+        raise SimulationError(f"cells {cells}: a run step by step has one cell")
+    cell_fleet(setup.fleet, cells)
+    cell_split(setup.split, cells)
 
 
 def _parse_variants(variant: str) -> tuple[str, ...]:

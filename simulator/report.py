@@ -57,7 +57,7 @@ def study_text(study: StudyDocument) -> str:
     ]
     lines = [
         f"trace {study['trace']}, {study['requests']} requests; {study['model']} on "
-        f"{study['fleet']}{_tiers_text(study)}; {study['slo']}; {study['seeds']} seeds, "
+        f"{_fleet_text(study)}; {study['slo']}; {study['seeds']} seeds, "
         f"{study['dispatch']}",
         study["engine"],
         *study["fit_warnings"],
@@ -218,8 +218,14 @@ DARK = "#2f6db5"  #: of G99
 RANK_COLORS = (("p99", "#d7e3f4"), ("p90", "#8fb3e0"), ("p50", DARK))
 
 
-def _tiers_text(study: StudyDocument) -> str:
-    return f" with tiers {study['tiers']}" if study["tiers"] else ""
+def _fleet_text(study: StudyDocument) -> str:
+    """Return the fleet, what is below its workers' pools, and into how many cells it is divided."""
+    text = study["fleet"]
+    if study["tiers"]:
+        text += f" with tiers {study['tiers']}"
+    if study["cells"] > 1:
+        text += f" in {study['cells']} cells"
+    return text
 
 
 def study_page(study: StudyDocument) -> str:
@@ -227,8 +233,7 @@ def study_page(study: StudyDocument) -> str:
 
     Equal studies give equal pages.
     """
-    fleet = f"{study['fleet']}{_tiers_text(study)}"
-    title = html.escape(f"{study['trace']}: {study['model']} on {fleet}")
+    title = html.escape(f"{study['trace']}: {study['model']} on {_fleet_text(study)}")
     head = "".join(f"<th>{column}</th>" for column in COLUMNS)
     body = "".join(_table_row(entry) for entry in study["policies"])
     return (

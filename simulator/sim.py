@@ -42,7 +42,7 @@ from .errors import SimulationError
 from .fleet import Faults, Fleet, Split
 from .hardware import Hardware
 from .metrics import SimulatedOutcome, Slo
-from .trace import HASH_TOKENS, Trace, WorkloadRequest, count_turns
+from .trace import HASH_TOKENS, Trace, WorkloadRequest
 from .worker import DEFAULT_MAX_TOKENS, HOP_S, SimulatedWorker
 
 REPORT_INTERVAL_S = 0.5  #: seconds; a report is half of that old on average
@@ -140,7 +140,8 @@ class Simulation:
         self.starting: dict[str, str] = {}  #: replicas that were ordered and are not up -> pool
         self.lifetimes: dict[str, list[float]] = {}  #: worker -> [ordered at, gone at]
         self.attempts: dict[AttemptKey, SimulatedAttempt] = {}  #: that have not ended
-        self.last_attempts: list[SimulatedAttempt | None] = []  #: of each request that has ended
+        #: By the number of a request that has ended: its last attempt.
+        self.last_attempts: dict[int, SimulatedAttempt] = {}
         self.open_requests = 0  #: that have arrived, or will for sure, and have not ended
         self.misses = 0  #: requests that have missed a target so far
         self.decode_sends_first_token = setting.handoff == "decode"
@@ -244,14 +245,10 @@ class Simulation:
         are in order of arrival; further turns of their sessions arrive by themselves. A simulation
         runs once.
         """
-        self.last_attempts = [None] * count_turns(requests)
-        self._schedule(REPORT_INTERVAL_S, Moment.REPORT, None)
-        if self.planner is not None:
-            self._schedule(self.setting.plan_every_s, Moment.PLANNER, None)
+        self.begin()
         handlers = self.handlers
         clock = self.clock
         arrived = 0
-        self.open_requests = 0
         while arrived < len(requests) or self.open_requests:
             if self.misses > give_up:
                 return None
@@ -266,7 +263,31 @@ class Simulation:
                 continue
             self.now, _, moment, subject = heapq.heappop(clock)
             handlers[moment](subject)
-        return [self._outcome(attempt) for attempt in self.last_attempts if attempt is not None]
+        return self.outcomes()
+
+    def begin(self) -> None:
+        """Start the clock of a run whose requests are offered one by one (`offer`, `advance`)."""
+        self._schedule(REPORT_INTERVAL_S, Moment.REPORT, None)
+        if self.planner is not None:
+            self._schedule(self.setting.plan_every_s, Moment.PLANNER, None)
+
+    def offer(self, request: WorkloadRequest) -> None:
+        """Let a request arrive at its time, which has not passed yet."""
+        self.open_requests += 1
+        self._schedule(request.arrival_s, Moment.ARRIVAL, request)
+
+    def advance(self, until: float) -> None:
+        """Do everything that happens before the moment `until`."""
+        clock = self.clock
+        handlers = self.handlers
+        while clock and clock[0][0] < until:
+            self.now, _, moment, subject = heapq.heappop(clock)
+            handlers[moment](subject)
+        self.now = until
+
+    def outcomes(self) -> list[SimulatedOutcome]:
+        """Return the outcomes of all requests that have ended, in the order of their numbers."""
+        return [self._outcome(self.last_attempts[index]) for index in sorted(self.last_attempts)]
 
     # ---- router ----------------------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ class Study:
     early_reject: bool = False  #: refuse late requests at once, where the policy knows them
     pace_first_token: bool | None = None  #: gateways hold first tokens back; None: by default
     prices: Prices = field(default_factory=Prices)  #: of GPU hours, for what a token costs
+    cells: int = 1  #: into which the fleet is divided, each with a router and a queue
     tiers: str = ""  #: below each worker's KV pool, as the document names them; the fleet has them
 
     @property
@@ -106,6 +107,7 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
             router_config=study.router_config,
             early_reject=study.early_reject,
             pace_first_token=study.pace_first_token,
+            cells=study.cells,
         )
         for variant in study.variants
         for policy in study.policies
@@ -121,6 +123,7 @@ def run_study(study: Study, report_progress: ProgressReporter = no_progress) -> 
         "fit_warnings": describe_doubts(hardware for hardware, _ in study.fleet.pools),
         "fleet": study.fleet_name,
         "tiers": study.tiers,
+        "cells": study.cells,
         "gpus": study.fleet.gpus,
         "replicas": study.fleet.replicas,
         "slo": str(study.slo),

@@ -112,9 +112,8 @@ def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
     # The attempts are ordered by arrival, not by end, so all of them are searched.
     ended = [
         attempt
-        for attempt in simulation.last_attempts
-        if attempt is not None
-        and not attempt.refusal
+        for attempt in simulation.last_attempts.values()
+        if not attempt.refusal
         and now - RECENT_WINDOW_S <= attempt.ended_at <= now
     ]
     if not ended:

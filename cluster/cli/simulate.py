@@ -75,6 +75,10 @@ PacingFlag = Annotated[
         show_default=False,
     ),
 ]
+CellsOption = Annotated[
+    int,
+    typer.Option(min=1, help="Divide the fleet into cells, each with a router and a queue."),
+]
 HtmlOption = Annotated[Path | None, typer.Option(help="Write a report with plots.")]
 
 
@@ -105,6 +109,7 @@ def simulate(
     pace_first_token: PacingFlag = None,
     price: PriceOption = None,
     tiers: Annotated[str, typer.Option(help=TIERS_HELP)] = "",
+    cells: CellsOption = 1,
     calibrate_from_live: LiveOption = None,
     jobs: JobsOption = None,
     output: OutputOption = "table",
@@ -137,6 +142,7 @@ def simulate(
             pace_first_token=pace_first_token,
             price=price or (),
             tiers=tiers,
+            cells=cells,
             calibrate_from_live=calibrate_from_live,
             jobs=jobs,
             report_progress=report_progress,

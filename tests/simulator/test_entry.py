@@ -65,7 +65,7 @@ OTHER_VALUES = {
     "simulate": (
         "--model m --engine e --tp 2 --price H100=2 --tiers memory=1GiB --fleet H100:8 --split 1P1D --policy all "
         "--variant both --slo ttft=9s,itl=9s --seeds 9 --find-max --rate 9 --dispatch thinktime --head 0.5 --faults stale=9s --agreement "
-        "--early-reject --no-pace-first-token --calibrate-from-live file --jobs 9"
+        "--early-reject --no-pace-first-token --cells 2 --calibrate-from-live file --jobs 9"
     ),
     "plan": (
         "--model m --engine e --tp 2,8 --fleet H100:8 --price H100=2 --tiers memory=1GiB --rate 9 --share 0.9 "

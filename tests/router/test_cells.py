@@ -1,0 +1,111 @@
+"""The splitter before cells: it keeps prefixes together as long as no cell falls behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from diptych.protos.frames import Coefficients
+from diptych.router.cells import (
+    CellReport,
+    CellSplitter,
+    doubling_hashes,
+    tokens_at_mark,
+)
+
+PREFILL_TOKEN_S = 1e-4
+COST = Coefficients(
+    prefill_base=0.0,
+    prefill_token=PREFILL_TOKEN_S,
+    prefill_pair=0.0,
+    step_base=0.02,
+    step_row=1e-3,
+    step_weights=0.0,
+    step_token=0.0,
+)
+BLOCK = 64
+
+
+def idle_cell(workers: int = 10, backlog_s: float = 0.0, row_step_s: float = 1e-3) -> CellReport:
+    return CellReport(
+        prefill_workers=workers,
+        decode_workers=workers,
+        backlog_s=backlog_s,
+        step_s=0.02,
+        row_step_s=row_step_s,
+        answer_tokens=100.0,
+        cost=COST,
+    )
+
+
+def splitter_of(*reports: CellReport | None) -> CellSplitter:
+    splitter = CellSplitter(len(reports))
+    for cell, report in enumerate(reports):
+        splitter.report(cell, report)
+    return splitter
+
+
+def prompt(conversation: int, blocks: int) -> list[bytes]:
+    return [b"%d/%d" % (conversation, block) for block in range(blocks)]
+
+
+def test_the_kept_prefixes_double() -> None:
+    hashes = prompt(0, 9)
+    assert doubling_hashes(hashes) == [hashes[0], hashes[1], hashes[3], hashes[7]]
+    assert doubling_hashes([]) == []
+    assert [tokens_at_mark(depth) for depth in range(5)] == [0, 64, 128, 256, 512]
+
+
+def test_a_conversation_stays_where_its_prefix_is() -> None:
+    splitter = splitter_of(idle_cell(), idle_cell(), idle_cell())
+    first_turns = [splitter.choose(prompt(number, 16), 16 * BLOCK, 0.0) for number in range(3)]
+    assert sorted(first_turns) == [0, 1, 2]  # new prompts go to the cell with the least work
+    later_turns = [splitter.choose(prompt(number, 20), 20 * BLOCK, 5.0) for number in range(3)]
+    assert later_turns == first_turns
+
+
+@pytest.mark.parametrize(("backlog_s", "moves"), [(0.9, False), (1.2, True)])
+def test_a_prefix_is_worth_the_seconds_that_it_saves(backlog_s: float, moves: bool) -> None:
+    # 16 blocks are 1,024 tokens, whose prefill takes 0.1 s: as much as 1 s of backlog among 10.
+    splitter = splitter_of(idle_cell(row_step_s=0.0), idle_cell(row_step_s=0.0))
+    home = splitter.choose(prompt(0, 16), 16 * BLOCK, 0.0)
+    for cell in (0, 1):
+        late_s = backlog_s if cell == home else 0.0
+        splitter.report(cell, idle_cell(backlog_s=late_s, row_step_s=0.0))
+    assert (splitter.choose(prompt(0, 16), 16 * BLOCK, 1.0) != home) == moves
+
+
+def test_what_was_sent_since_the_report_counts() -> None:
+    splitter = splitter_of(idle_cell(), idle_cell(), idle_cell(), idle_cell())
+    chosen = Counter(splitter.choose(prompt(number, 8), 8 * BLOCK, 0.0) for number in range(400))
+    assert chosen == {0: 100, 1: 100, 2: 100, 3: 100}
+
+
+def test_answers_that_are_sent_count_where_prompts_are_short() -> None:
+    """The prefill of a token is nothing; each answer slows the steps of the others down."""
+    splitter = splitter_of(idle_cell(), idle_cell())
+    chosen = Counter(splitter.choose([], 1, 0.0) for _ in range(100))
+    assert chosen == {0: 50, 1: 50}
+
+
+def test_a_larger_cell_takes_more() -> None:
+    splitter = splitter_of(idle_cell(workers=30), idle_cell(workers=10))
+    chosen = Counter(splitter.choose(prompt(number, 8), 8 * BLOCK, 0.0) for number in range(400))
+    assert chosen[0] == pytest.approx(300, abs=5)
+
+
+def test_a_cell_without_workers_gets_nothing() -> None:
+    splitter = splitter_of(None, idle_cell())
+    assert {splitter.choose(prompt(number, 8), 8 * BLOCK, 0.0) for number in range(20)} == {1}
+    splitter.report(1, None)
+    assert splitter.choose(prompt(0, 8), 8 * BLOCK, 1.0) == 0
+
+
+def test_a_prefix_is_forgotten() -> None:
+    splitter = CellSplitter(2, prefix_ttl_s=60.0)
+    for cell in (0, 1):
+        splitter.report(cell, idle_cell())
+    home = splitter.choose(prompt(0, 16), 16 * BLOCK, 0.0)
+    for cell in (0, 1):
+        splitter.report(cell, idle_cell(backlog_s=0.01 if cell == home else 0.0))
+    assert splitter.choose(prompt(0, 16), 16 * BLOCK, 61.0) != home

@@ -1,0 +1,116 @@
+"""Simulated fleets in cells: one cell is a fleet without any, and several serve nearly as much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from diptych import simulate
+from diptych.simulator.case import Case, simulate_case
+from diptych.simulator.cells import DividedSimulation, cell_faults, cell_fleet, cell_split
+from diptych.simulator.errors import SimulationError
+from diptych.simulator.fleet import Faults, Fleet, Split
+from diptych.simulator.metrics import Slo, summarize
+from diptych.simulator.sources import load_trace
+from diptych.simulator.trace import Trace, TraceRequest, count_turns
+
+MODEL = "llama3.1-70b-fp8"
+SLO = Slo.flat(2.0, 0.05)
+
+
+def make_case(gpus: int, trace: str = "synthetic:400") -> Case:
+    fleet = Fleet.parse(f"H200:{gpus}", MODEL, 4)
+    return Case(load_trace(trace), fleet, SLO, seeds=1)
+
+
+def test_one_cell_is_the_fleet_itself() -> None:
+    case = make_case(32)
+    split = Split(6, 2)
+    whole = simulate_case(case, split, rate=0.5, seed=3).outcomes
+    requests = case.trace.workload(0.5 * case.fleet.gpus, 3)
+    divided = DividedSimulation(case.setting(split), case.trace, cells=1, seed=3)
+    assert divided.run(requests) == whole
+
+
+def test_cells_serve_nearly_what_one_queue_does() -> None:
+    case = make_case(64, "synthetic:150")
+    split = Split(12, 4)
+    whole = simulate_case(case, split, rate=0.6, seed=0)
+    cells = simulate_case(replace(case, cells=4), split, rate=0.6, seed=0)
+    assert whole.outcomes is not None and cells.outcomes is not None
+    assert len(cells.outcomes) == len(whole.outcomes) == whole.requests == cells.requests
+    one_queue = summarize(whole.outcomes)
+    in_cells = summarize(cells.outcomes)
+    assert in_cells.attainment > one_queue.attainment - 0.03
+    assert in_cells.prefix_hit > one_queue.prefix_hit - 0.1
+
+
+def test_a_run_in_cells_gives_up_too() -> None:
+    case = replace(make_case(64), cells=2, slo=Slo.flat(0.001, 0.05))
+    run = simulate_case(case, Split(12, 4), rate=0.5, seed=0, missed_limit=10)
+    assert run.outcomes is None
+    assert run.requests < 400
+
+
+def test_later_turns_stay_in_their_cell() -> None:
+    turns = [
+        TraceRequest(
+            arrival_s=20.0 * turn,
+            prompt_tokens=512 * (turn + 1),
+            output_tokens=20,
+            prompt_blocks=tuple(100 * session + block for block in range(turn + 1)),
+            session=session,
+        )
+        for session in range(12)
+        for turn in range(3)
+    ]
+    trace = Trace("sessions", turns, block_tokens=512, has_sessions=True)
+    case = replace(make_case(64), trace=trace, cells=2, closed_loop=True)
+    requests = trace.workload(1.0, 0, closed_loop=True)
+    divided = DividedSimulation(case.setting(Split(12, 4)), trace, case.cells)
+    outcomes = divided.run(requests)
+    assert outcomes is not None
+    assert len(outcomes) == count_turns(requests) == 3 * len(requests)
+    cell_of_session: dict[int, int] = {}
+    for number, cell in enumerate(divided.cells):
+        assert cell.last_attempts
+        for attempt in cell.last_attempts.values():
+            session = attempt.request.prompt_block_ids[0]
+            assert cell_of_session.setdefault(session, number) == number
+
+
+def test_the_fleet_and_its_faults_are_divided() -> None:
+    fleet = Fleet.parse("H100:16,H200:32", MODEL, 4)
+    assert [count for _, count in cell_fleet(fleet, 4).pools] == [1, 2]
+    assert cell_split(Split(6, 4, 2), 2) == Split(3, 2, 1)
+    assert cell_split((Split(2, 2), Split(4, 4)), 2) == (Split(1, 1), Split(2, 2))
+    faults = Faults.parse("slow=3x@5,kill=2@60s,stale=1s")
+    assert cell_faults(faults, 3, 0) == Faults.parse("kill=2@60s,stale=1s")
+    assert cell_faults(faults, 3, 1) == Faults.parse("slow=3x@2,stale=1s")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cells": 3, "split": "6P2D"}, "cells 3: 8 replicas of H200 do not divide evenly"),
+        ({"cells": 4, "split": "6P2D"}, "cells 4: the split 6P2D does not divide evenly"),
+        ({"cells": 2}, "cells 2: give the split of the whole fleet too, like 60P20D"),
+        ({"cells": 0, "split": "6P2D"}, "cells 0: expected 1 or more"),
+        (
+            {"cells": 2, "split": "6P2D", "agreement": True},
+            "cells 2: a run step by step has one cell",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_said(options: dict, message: str) -> None:
+    with pytest.raises(SimulationError, match=f"^{message}$"):
+        simulate("synthetic:60", fleet="H200:32", rate=8, seeds=1, jobs=1, **options)
+
+
+def test_a_report_names_the_cells() -> None:
+    study = simulate(
+        "synthetic:200", fleet="H200:64", split="12P4D", rate=16, seeds=1, jobs=1, cells=2
+    )
+    assert study.document["cells"] == 2
+    assert "on H200:64 in 2 cells; " in repr(study)
+    assert "H200:64 in 2 cells" in study.html()

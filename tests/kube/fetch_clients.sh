@@ -3,7 +3,7 @@
 #
 #     fetch_clients.sh PYTHON BIN
 set -euo pipefail
-python=$1
+python=$(realpath -s "$1")  # the script changes its folder; a link into a virtual environment stays one
 bin=$(realpath -m "$2")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -24,13 +24,14 @@ class Release:
     def __init__(self, namespace: str, name: str, chart: Path, values: Path) -> None:
         self.namespace = namespace
         self.name = name
+        self.service = "serve-svc"  #: what the Service's name ends with, behind which gateways are
         self._chart = chart
         self._values = values
 
     @property
     def url(self) -> str:
         """The gateways' Service, as pods reach it."""
-        return f"http://{self.name}-serve-svc.{self.namespace}.svc.cluster.local:8000"
+        return f"http://{self.name}-{self.service}.{self.namespace}.svc.cluster.local:8000"
 
     def upgrade(self, *options: str) -> None:
         """Install the chart, or upgrade it. Raises box.BoxError with Helm's words."""

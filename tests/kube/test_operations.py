@@ -52,7 +52,12 @@ def test_the_rendered_objects_are_those_that_the_server_has(release: Release) ->
         ]
     }
     assert managers["helm"] == "Apply"
-    assert release.get("rayservice", release.name)["status"]["serviceStatus"] == "Running"
+
+    def is_running() -> bool:
+        status = release.get("rayservice", release.name)["status"]
+        return status.get("serviceStatus") == "Running"  # the operator notices after the clients
+
+    wait_until(is_running, CHANGE_LIMIT_S, "the RayService is not Running")
 
 
 def test_kubectl_logs_show_every_process(release: Release) -> None:
@@ -114,14 +119,22 @@ def test_fewer_pods_come_with_an_upgrade(release: Release) -> None:
     _wait_for_recovery(release)
 
 
-def _gateway_pod(release: Release) -> str:
-    """Return the pod in which the gateway runs."""
+def _gateway_pods(release: Release) -> list[str]:
+    """Return the pods in which gateways run."""
+    names = []
     for pod in release.pods("all"):
         name = pod["metadata"]["name"]
         line = box.exec_command(release.namespace, name, ["pgrep", "-f", "^ray::.*:Gateway"])
         if subprocess.run(line, capture_output=True).returncode == 0:
-            return name
-    raise AssertionError("no pod has a gateway")
+            names.append(name)
+    return names
+
+
+def _gateway_pod(release: Release) -> str:
+    """Return the pod in which the gateway runs, or the first of several."""
+    names = _gateway_pods(release)
+    assert names, "no pod has a gateway"
+    return names[0]
 
 
 def _pod_without_gateway(release: Release) -> str:
@@ -176,17 +189,34 @@ def test_a_node_with_the_head_is_not_drained(release: Release) -> None:
     assert len(release.pods("head")) == 1
 
 
+def _node_of_workers_only(release: Release) -> str:
+    """Return a node with workers and without head and gateway; a pod is moved there if need be."""
+    needed = {
+        release.pods("head")[0]["spec"]["nodeName"],
+        release.get("pod", _gateway_pod(release))["spec"]["nodeName"],
+    }
+
+    def others() -> list[str]:
+        return sorted({pod["spec"]["nodeName"] for pod in release.pods("all")} - needed)
+
+    if not others():
+        for node in needed:
+            box.kubectl("cordon", node)
+        pod = _pod_without_gateway(release)
+        box.kubectl("--namespace", release.namespace, "delete", "pod", pod)
+        wait_until(lambda: bool(others()), CHANGE_LIMIT_S, "no pod came up on another node")
+        for node in needed:
+            box.kubectl("uncordon", node)
+        _wait_for_recovery(release)
+    return others()[0]
+
+
 def test_a_node_dies(release: Release) -> None:
     _wait_for_recovery(release)
-    head_node = release.pods("head")[0]["spec"]["nodeName"]
-    gateway_node = release.get("pod", _gateway_pod(release))["spec"]["nodeName"]
-    nodes = {pod["spec"]["nodeName"] for pod in release.pods("all")}
-    others = sorted(nodes - {head_node, gateway_node})
-    if not others:
-        pytest.skip("each node with workers also has the head or the gateway: no other may die")
+    node = _node_of_workers_only(release)
     with under_load(release, "a node with workers dies", 60):
-        box.kill_node(others[0])
-    box.revive_node(others[0])
+        box.kill_node(node)
+    box.revive_node(node)
 
 
 def test_the_pod_with_the_only_gateway_is_deleted(release: Release) -> None:
@@ -232,3 +262,25 @@ def test_secrets_are_rotated_and_rolled_back(release: Release) -> None:
         with under_load(release, f"{operation} (a second Ray cluster)", LONG_LOAD_S):
             change()
             wait_until(_upgraded(release, before), UPGRADE_LIMIT_S, "no other Ray cluster")
+
+
+def test_gateways_on_sockets_of_their_own(release: Release) -> None:
+    """Two gateways behind a Service that follows their readiness, without Serve's proxies."""
+    before = _active_cluster(release)
+    release.upgrade("--set", "gateway.listen=gateway", "--set", "gateway.replicas=2")
+    wait_until(_upgraded(release, before), UPGRADE_LIMIT_S, "no other Ray cluster")
+    release.service = "gateway"
+    release.wait_until_serving()
+    _wait_for_recovery(release)
+    assert len(_gateway_pods(release)) == 2
+
+
+@pytest.mark.parametrize("grace", [(), ("--grace-period=0", "--force")], ids=["told", "killed"])
+def test_one_of_two_gateways_is_deleted(release: Release, grace: tuple[str, ...]) -> None:
+    """Only what a killed gateway has in flight may fail; a gateway that is told ends its streams."""
+    wait_until(lambda: len(_gateway_pods(release)) == 2, CHANGE_LIMIT_S, "there is one gateway")
+    _wait_for_recovery(release)
+    operation = f"`kubectl delete pod` of one of two gateways {' '.join(grace)}".strip()
+    with under_load(release, operation, 60, may_fail=bool(grace)):
+        pod = _gateway_pods(release)[0]
+        box.kubectl("--namespace", release.namespace, "delete", "pod", pod, *grace)

@@ -64,25 +64,46 @@ def test_a_conversation_stays_where_its_prefix_is() -> None:
     assert later_turns == first_turns
 
 
-@pytest.mark.parametrize(("backlog_s", "moves"), [(0.9, False), (1.2, True)])
+@pytest.mark.parametrize(("backlog_s", "moves"), [(15.0, False), (18.0, True)])
 def test_a_prefix_is_worth_the_seconds_that_it_saves(backlog_s: float, moves: bool) -> None:
-    # 16 blocks are 1,024 tokens, whose prefill takes 0.1 s: as much as 1 s of backlog among 10.
-    splitter = splitter_of(idle_cell(row_step_s=0.0), idle_cell(row_step_s=0.0))
+    # 16 blocks are 1,024 tokens, whose prefill takes 0.1 s. An answer ends 1.5 or 1.8 s later at
+    # home, and the mean cell's in 2.75 or 2.9 s: that is 0.06 or 0.18 s beyond the bound.
+    splitter = splitter_of(idle_cell(), idle_cell())
     home = splitter.choose(prompt(0, 16), 16 * BLOCK, 0.0)
     for cell in (0, 1):
-        late_s = backlog_s if cell == home else 0.0
-        splitter.report(cell, idle_cell(backlog_s=late_s, row_step_s=0.0))
-    assert (splitter.choose(prompt(0, 16), 16 * BLOCK, 1.0) != home) == moves
+        splitter.report(cell, idle_cell(backlog_s=backlog_s if cell == home else 0.0))
+    assert (splitter.choose(prompt(0, 16), 16 * BLOCK, 0.1) != home) == moves
 
 
-def test_what_was_sent_since_the_report_counts() -> None:
+def test_each_length_is_shared_out_by_itself() -> None:
+    """By the sum of all lengths, a long prompt would be worth sixteen short ones elsewhere."""
+    splitter = splitter_of(idle_cell(), idle_cell())
+    chosen: Counter[tuple[int, int]] = Counter()
+    for number in range(170):
+        blocks = 64 if number % 17 == 0 else 4
+        chosen[blocks, splitter.choose(prompt(number, blocks), blocks * BLOCK, 0.0)] += 1
+    assert chosen == {(64, 0): 5, (64, 1): 5, (4, 0): 80, (4, 1): 80}
+
+
+def test_a_cell_that_comes_later_gets_its_share_and_no_more() -> None:
+    splitter = splitter_of(idle_cell(), None)
+    for number in range(1000):
+        assert splitter.choose(prompt(number, 8), 8 * BLOCK, 0.0) == 0
+    for cell in (0, 1):
+        splitter.report(cell, idle_cell())
+    chosen = Counter(
+        splitter.choose(prompt(number, 8), 8 * BLOCK, 300.0) for number in range(1000, 1100)
+    )
+    assert chosen[0] == pytest.approx(50, abs=2)
+
+
+def test_what_was_sent_counts_at_once() -> None:
     splitter = splitter_of(idle_cell(), idle_cell(), idle_cell(), idle_cell())
     chosen = Counter(splitter.choose(prompt(number, 8), 8 * BLOCK, 0.0) for number in range(400))
     assert chosen == {0: 100, 1: 100, 2: 100, 3: 100}
 
 
-def test_answers_that_are_sent_count_where_prompts_are_short() -> None:
-    """The prefill of a token is nothing; each answer slows the steps of the others down."""
+def test_prompts_of_one_token_are_shared_out() -> None:
     splitter = splitter_of(idle_cell(), idle_cell())
     chosen = Counter(splitter.choose([], 1, 0.0) for _ in range(100))
     assert chosen == {0: 50, 1: 50}

@@ -1,24 +1,30 @@
-"""Which cell serves a request, in a fleet that is too large for one router (pure).
+"""Which cell serves a request, in a fleet that is too large for one router.
 
-A cell is a part of the fleet with a router and a queue of its own. The splitter stands before the
-cells. It knows little of each: what the cell last reported of itself (`CellReport`), and what it
-was sent lately. A request goes to the cell with the least sum of three times in seconds:
+A cell is a part of the fleet with a router and a queue of its own. `CellSplitter` stands before the
+cells. It has neither clock nor socket: callers give it the time, what cells report of themselves
+(`CellReport`), and the requests. Each request goes to the cell with the lowest price, in seconds:
 
-    prefill  of what the cell was not sent before
-    + lead   of prompts of about this length that it was sent lately, for each of its workers
-    + delay  by which an answer ends later there than `BOUND` times the mean of all cells
+    price  = prefill + sent + delay
+    prefill: of the part of the prompt that the cell was not sent before
+    sent   : prefill that the cell was sent lately for prompts of about this length, divided by its
+             workers for prefill; half of it is forgotten in `SENT_HALF_LIFE_S`
+    delay  : max(0, queue and answer there - `BOUND` x the mean over cells of queue and answer)
 
-So a conversation stays in the cell that has its prefix, until that cell has got more than its share
-by as much as the prefix saves. A new one goes where least was sent. Each length is shared out by
-itself: if only the sum of all were, one cell would get few long prompts and another many short
-ones, which wait in vain behind each other.
+What was sent is the largest term where the load is even: a new conversation goes to the cell that
+was sent least. The half-life says how much of an uneven past is made up for.
+A later turn of a conversation costs less prefill where its prefix is. It stays there as long as the
+cell was not sent more than another by as much as that prefix saves.
 
-This is consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, "Consistent
-Hashing with Bounded Loads", 2018), with what is known of prefixes in place of the hash and with
-prices in place of a bound that is all or nothing.
+The sum over all lengths would not do. Cells of equal sums came to have few long prompts here and
+many short ones there; where the short ones were many, they missed their targets, and the long ones
+elsewhere had time to spare.
 
-Of a prompt the splitter keeps few hashes: those of its first 1, 2, 4, 8, ... blocks. It takes a
-shared prefix for the longest of these that both prompts have, half of the true one at least.
+The bound is that of consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam,
+"Consistent Hashing with Bounded Loads", 2018): a cell may be somewhat behind the mean before
+requests leave it. Nothing else of that is here; nothing is hashed to a cell.
+
+Of a prompt the splitter keeps few prefixes: those of 1, 2, 4, 8, ... blocks (*marks*). So it takes
+the common prefix of two prompts for half as long as it is, at worst.
 """
 
 from __future__ import annotations
@@ -32,31 +38,35 @@ from ..protos.frames import Coefficients
 from .core import Router
 from .index import BLOCK_TOKENS, PrefixIndex
 
+LENGTH_CLASSES = 25  #: the last one is of prompts of 2^23 tokens and more
+SENT_HALF_LIFE_S = 20.0  #: in which half of the prefill that a cell was sent is forgotten
+FORGET_EVERY_S = 0.5  #: how often that is worked out, to save time
+#: Times the mean over cells: as long as queue and answer of a cell take no more, there is no price
+#: on them. With a smaller bound requests would follow the noise of the reports.
+BOUND = 1.25
 #: Seconds for which a cell is believed to have the prefix of a prompt that was sent there. Nobody
 #: says when it is evicted.
 PREFIX_TTL_S = 600.0
-LENGTH_CLASSES = 25  #: the last one is of prompts of 2^23 tokens and more
-LEAD_HALF_LIFE_S = 20.0  #: in which half of what a cell was sent is forgotten
-FADE_EVERY_S = 0.5
-#: An answer may end so many times later in a cell than in the mean cell before that has a price.
-#: Less, and the noise of the reports would be paid for.
-BOUND = 1.25
-HASHES_MAX = 4_000_000  #: that are kept of all cells together; each takes about 200 bytes
+#: Marks that are kept, of all cells together; one that two cells have counts twice. Each takes
+#: about 200 bytes.
+MARKS_MAX = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class CellReport:
-    """What a cell says of itself: sums and means over its workers. Times are in seconds."""
+    """What a cell says of itself. Times are in seconds. A mixed worker counts for both phases."""
 
-    prefill_workers: int  #: that compute prompts, 1 at least
-    decode_workers: int  #: that take answers, 1 at least
-    #: Of urgent prefill, by prediction: what its workers have left of it, and its queue. What is
-    #: overdue there keeps no newcomer waiting.
+    prefill_workers: int  #: how many compute prompts, 1 at least
+    decode_workers: int  #: how many take answers, 1 at least
+    #: Sum of the prefill that its workers and its queue have left of urgent requests, by
+    #: prediction. Requests that can no longer be in time are not in it: urgent ones pass them.
     backlog_s: float
-    step_s: float  #: a decode step with one more answer, on average; a fuller KV pool counts too
-    row_step_s: float  #: by how much one more answer lengthens a step of its worker, on average
-    answer_tokens: float  #: of the mean answer, as expected
-    cost: Coefficients  #: speed of one of its workers that compute prompts
+    #: What the router counts for a decode step with one more answer, on average over the workers:
+    #: the step itself, and a price on KV pools that are nearly full.
+    step_s: float
+    answer_step_s: float  #: by how much one more answer lengthens a step of its worker, on average
+    answer_tokens: float  #: mean length of an answer, as the cell's router expects it
+    cost: Coefficients  #: speed of the first worker that computes prompts, for all of them
 
 
 class SplitCell:
@@ -64,37 +74,39 @@ class SplitCell:
 
     def __init__(self) -> None:
         self.report: CellReport | None = None  #: the last one; None: nothing is served there
-        self.sent_s = 0.0  #: seconds of prefill that were sent there since the report
-        self.sent_requests = 0  #: since the report
-        #: By the length of the prompt (`length_class`): seconds of prefill that were sent there
-        #: lately for each worker that computes prompts. What was sent a while ago counts less.
-        self.lead_s = [0.0] * LENGTH_CLASSES
+        self.unreported_s = 0.0  #: seconds of prefill that were sent there since the report
+        self.unreported_requests = 0  #: that were sent there since the report
+        #: By `length_class` of the prompt: seconds of prefill that were sent there lately, divided
+        #: by the workers for prefill that it had then.
+        self.sent_s = [0.0] * LENGTH_CLASSES
 
-    def ends_in_s(self, answer_tokens: float) -> float:
-        """Return the predicted seconds of a request with such an answer, without its prefill.
+    def queue_and_answer_s(self, answer_tokens: float) -> float:
+        """Return the seconds of a request of so many answer tokens there, but for its prefill.
 
-        They are infinite where nothing is served.
+        The queue is as of the last report, and is worked off by all workers alike. Where nothing
+        is served the time is infinite.
         """
         report = self.report
         if report is None:
             return inf
-        wait_s = (report.backlog_s + self.sent_s) / report.prefill_workers
-        rows = self.sent_requests / report.decode_workers
-        return wait_s + answer_tokens * (report.step_s + report.row_step_s * rows)
+        queue_s = (report.backlog_s + self.unreported_s) / report.prefill_workers
+        answers_more = self.unreported_requests / report.decode_workers
+        step_s = report.step_s + report.answer_step_s * answers_more
+        return queue_s + answer_tokens * step_s
 
     def prefill_s(self, held_tokens: int, prompt_tokens: int) -> float:
-        """Return the seconds in which a worker computes a prompt behind what is held of it."""
+        """Return the seconds of computing a prompt whose first `held_tokens` are cached there."""
         assert self.report is not None, "only a cell that serves takes requests"
         # The last token of a prompt is always computed.
         uncached_tokens = max(1, prompt_tokens - held_tokens)
         return self.report.cost.prefill_s(uncached_tokens, prompt_tokens)
 
-    def note_sent(self, prefill_s: float, length: int) -> None:
-        """Count a request that is sent there, with the seconds of its prefill and its length."""
-        self.sent_s += prefill_s
-        self.sent_requests += 1
+    def note_sent(self, prefill_s: float, class_of_length: int) -> None:
+        """Count a request that is sent there, with the seconds of its prefill."""
+        self.unreported_s += prefill_s
+        self.unreported_requests += 1
         if self.report is not None:
-            self.lead_s[length] += prefill_s / self.report.prefill_workers
+            self.sent_s[class_of_length] += prefill_s / self.report.prefill_workers
 
 
 class CellSplitter:
@@ -104,73 +116,82 @@ class CellSplitter:
     """
 
     def __init__(
-        self, cells: int, prefix_ttl_s: float = PREFIX_TTL_S, hashes_max: int = HASHES_MAX
+        self, cells: int, prefix_ttl_s: float = PREFIX_TTL_S, marks_max: int = MARKS_MAX
     ) -> None:
         self._cells = [SplitCell() for _ in range(cells)]
-        self._answer_tokens = 0.0  #: of the mean answer, over all cells
-        self._index = PrefixIndex(max(1, hashes_max // cells), prefix_ttl_s)
-        self._faded_at = 0.0  #: when the leads last faded
+        self._answer_tokens = 0.0  #: mean of what the serving cells expect of an answer
+        #: which cell was sent which marks; its "workers" are the cells
+        self._index = PrefixIndex(max(1, marks_max // cells), prefix_ttl_s)
+        self._forgot_at = 0.0  #: when a part of what was sent was last forgotten
 
     def report(self, cell: int, report: CellReport | None) -> None:
-        """Take in what a cell says of itself: what was sent there before counts in it.
+        """Take in what a cell says of itself.
 
-        None: it serves nothing, for want of workers.
+        It replaces what the splitter has counted since the report before, so it must know of all
+        requests that were sent there until now. None: the cell serves nothing, for want of workers.
         """
         known = self._cells[cell]
         known.report = report
-        known.sent_s = 0.0
-        known.sent_requests = 0
-        # One mean for all: by its own, a cell that got short answers would seem fast.
-        reports = [each.report for each in self._cells if each.report is not None]
-        self._answer_tokens = mean([each.answer_tokens for each in reports] or [0.0])
+        known.unreported_s = 0.0
+        known.unreported_requests = 0
+        # One length for all: by its own, a cell that got short answers would seem fast.
+        expected = [each.report.answer_tokens for each in self._cells if each.report is not None]
+        expected = [tokens for tokens in expected if tokens]  # 0: nothing was asked there yet
+        self._answer_tokens = mean(expected) if expected else 0.0
 
     def choose(self, prompt_hashes: Sequence[bytes], prompt_tokens: int, now: float) -> int:
-        """Return the cell that serves the request; `prompt_hashes` are of its 64-token blocks.
+        """Return the cell that serves the request, and count the request as sent there.
 
+        `prompt_hashes` has one for each full block of the prompt, of `BLOCK_TOKENS` tokens. They
+        are chained: each names all blocks up to its own.
         Where no cell serves anything it is the first one, whose router keeps or refuses it.
         """
-        self._fade_leads(now)
+        self._forget_sent(now)
         self._index.expire(now)
-        marks = doubling_hashes(prompt_hashes)
+        marks = marks_of(prompt_hashes)
         hits = self._index.find(marks)
-        length = length_class(prompt_tokens)
-        ends_s = [cell.ends_in_s(self._answer_tokens) for cell in self._cells]
-        limit_s = BOUND * mean([end_s for end_s in ends_s if end_s < inf] or [0.0])
-        best = 0
-        best_s = inf
-        best_prefill_s = 0.0
+        class_of_length = length_class(prompt_tokens)
+        times_s = [cell.queue_and_answer_s(self._answer_tokens) for cell in self._cells]
+        serving_times_s = [time_s for time_s in times_s if time_s < inf]
+        if not serving_times_s:
+            return 0
+        limit_s = BOUND * mean(serving_times_s)
+        chosen = 0
+        chosen_price_s = inf
+        chosen_prefill_s = 0.0
         for number, cell in enumerate(self._cells):
-            if ends_s[number] == inf:
+            if times_s[number] == inf:
                 continue
-            prefill_s = cell.prefill_s(tokens_at_mark(hits.depth(number)), prompt_tokens)
-            delay_s = max(0.0, ends_s[number] - limit_s)
-            price_s = prefill_s + cell.lead_s[length] + delay_s
-            if price_s < best_s:
-                best = number
-                best_s = price_s
-                best_prefill_s = prefill_s
-        self._cells[best].note_sent(best_prefill_s, length)
-        self._index.predict(best, marks, now)
-        return best
+            held_tokens = tokens_of_marks(hits.depth(number))
+            prefill_s = cell.prefill_s(held_tokens, prompt_tokens)
+            delay_s = max(0.0, times_s[number] - limit_s)
+            price_s = prefill_s + cell.sent_s[class_of_length] + delay_s
+            if price_s < chosen_price_s:
+                chosen = number
+                chosen_price_s = price_s
+                chosen_prefill_s = prefill_s
+        self._cells[chosen].note_sent(chosen_prefill_s, class_of_length)
+        self._index.predict(chosen, marks, now)
+        return chosen
 
-    def _fade_leads(self, now: float) -> None:
-        """Halve the leads for each `LEAD_HALF_LIFE_S` that has passed."""
-        passed_s = now - self._faded_at
-        if passed_s < FADE_EVERY_S:
+    def _forget_sent(self, now: float) -> None:
+        """Forget a part of what the cells were sent: half in `SENT_HALF_LIFE_S`, by exponential decay."""
+        passed_s = now - self._forgot_at
+        if passed_s < FORGET_EVERY_S:
             return
-        self._faded_at = now
-        kept_share = 0.5 ** (passed_s / LEAD_HALF_LIFE_S)
+        self._forgot_at = now
+        kept_share = 0.5 ** (passed_s / SENT_HALF_LIFE_S)
         for cell in self._cells:
-            cell.lead_s = [seconds * kept_share for seconds in cell.lead_s]
+            cell.sent_s = [seconds * kept_share for seconds in cell.sent_s]
 
 
 def length_class(prompt_tokens: int) -> int:
-    """Return a number for all lengths of prompts between two powers of two."""
+    """Return k where 2^(k-1) <= `prompt_tokens` < 2^k; the last class has all longer prompts."""
     return min(prompt_tokens.bit_length(), LENGTH_CLASSES - 1)
 
 
-def doubling_hashes(prompt_hashes: Sequence[bytes]) -> list[bytes]:
-    """Return the hashes of a prompt's first 1, 2, 4, 8, ... blocks: the prefixes that are kept."""
+def marks_of(prompt_hashes: Sequence[bytes]) -> list[bytes]:
+    """Return the hashes that name a prompt's first 1, 2, 4, 8, ... blocks."""
     marks: list[bytes] = []
     blocks = 1
     while blocks <= len(prompt_hashes):
@@ -179,32 +200,35 @@ def doubling_hashes(prompt_hashes: Sequence[bytes]) -> list[bytes]:
     return marks
 
 
-def tokens_at_mark(depth: int) -> int:
-    """Return the tokens of the prefix that the first `depth` of `doubling_hashes` name."""
-    return BLOCK_TOKENS << (depth - 1) if depth else 0
+def tokens_of_marks(count: int) -> int:
+    """Return the tokens of the longest prefix that the first `count` marks of a prompt name."""
+    return BLOCK_TOKENS << (count - 1) if count else 0
 
 
 def report_of(router: Router, now: float) -> CellReport | None:
-    """Return what a cell with this router says of itself; None: it has no worker."""
+    """Return what a cell with this router says of itself; None: it cannot serve a request."""
     decode_workers = [worker for worker in router.workers.values() if worker.can_decode]
     prefill_workers = [worker for worker in router.workers.values() if worker.can_prefill]
     if router.placer.local_only:
-        prefill_workers = decode_workers
+        prefill_workers = decode_workers  # with no prefill worker up, they compute all prompts
     if not prefill_workers or not decode_workers:
         return None
-    queue = router.queue
-    backlog_s = queue.prefill_s
+
+    # `queue.prefill_s` has urgent requests only, as `urgent_until` has.
+    backlog_s = router.queue.prefill_s
     backlog_s += sum(max(0.0, worker.urgent_until - now) for worker in prefill_workers)
-    demand = router.demand.offered_load(now)
-    # The tokens whose KV a step reads for one answer, on average.
-    read_tokens = demand.context / demand.output if demand.output else 0.0
-    row_s = [worker.step_with(read_tokens) - worker.step_s for worker in decode_workers]
+
+    # The mean request: `output` is the tokens of its answer, `context` the tokens whose KV all the
+    # steps of that read together. So one step reads this many for it, on average.
+    request = router.demand.offered_load(now)
+    read_tokens = request.context / request.output if request.output else 0.0
+    longer_steps_s = [worker.step_with(read_tokens) - worker.step_s for worker in decode_workers]
     return CellReport(
         prefill_workers=len(prefill_workers),
         decode_workers=len(decode_workers),
         backlog_s=backlog_s,
         step_s=mean([worker.decode_cost_s for worker in decode_workers]),
-        row_step_s=mean(row_s),
-        answer_tokens=demand.output,
+        answer_step_s=mean(longer_steps_s),
+        answer_tokens=request.output,
         cost=prefill_workers[0].cost,
     )

@@ -1,8 +1,12 @@
 """A run of a fleet that is divided into cells: each a `Simulation`, with a splitter before them.
 
-Every cell has a router, a queue and an equal part of the fleet (`router/cells.py`). The cells run
-in turn, each through the same window of virtual time. At its end they report to the splitter, which
-sends the requests of the next window by what it knows then: its reports are as old as a worker's.
+Every cell has a router, a queue and an equal part of the fleet (`router/cells.py`). The run goes in
+windows of virtual time. For each window:
+
+1. Every cell reports to the splitter what its router knows.
+2. The splitter chooses a cell for each request that arrives in the window. So what it knows is up
+   to one window old, but for what it has sent itself.
+3. The cells run to the end of the window, one after the other.
 """
 
 from __future__ import annotations
@@ -20,9 +24,10 @@ from .trace import Trace, WorkloadRequest
 
 
 class DividedSimulation:
-    """One run of a setting whose fleet is divided into `cells` equal cells. It runs once.
+    """One run of a setting whose fleet is divided into `cells` equal cells. It can run once.
 
-    Raises SimulationError if the fleet's replicas, or those of a role, do not divide evenly.
+    The cells draw what is random with the seeds `seed`, `seed` + 1, and so on.
+    Raises SimulationError unless the replicas of each pool, and of each role, divide evenly.
     """
 
     def __init__(self, setting: Setting, trace: Trace, cells: int, seed: int = 0) -> None:
@@ -37,42 +42,57 @@ class DividedSimulation:
     ) -> list[SimulatedOutcome] | None:
         """Return the outcomes of all requests, cell by cell, when all have ended.
 
-        Return None as soon as more than `give_up` of them have missed their targets. `requests` are
-        in order of arrival. Later turns of a session, which wait for the turn before, stay in its
-        cell.
+        Return None once more than `give_up` of them have missed their targets, which is looked at
+        after each window. `requests` are in order of arrival.
+
+        In a closed loop, later turns of a session are no elements of `requests`: each hangs at the
+        turn before, and its cell lets it arrive when that one has ended. The splitter does not hear
+        of them.
         """
         for cell in self.cells:
             cell.begin()
         arrived = 0
-        window_ends_at = 0.0
-        while arrived < len(requests) or any(cell.open_requests for cell in self.cells):
-            if sum(cell.misses for cell in self.cells) > give_up:
-                return None
-            self._hear_reports(window_ends_at)
-            window_ends_at += REPORT_INTERVAL_S
+        now = 0.0
+        while arrived < len(requests) or self._has_open_requests:
+            self._hear_reports(now)
+            window_ends_at = now + REPORT_INTERVAL_S
             while arrived < len(requests) and requests[arrived].arrival_s < window_ends_at:
-                request = requests[arrived]
+                self._send(requests[arrived])
                 arrived += 1
-                number = self._splitter.choose(
-                    request.prompt_hashes, request.prompt_tokens, request.arrival_s
-                )
-                self.cells[number].offer(request)
             for cell in self.cells:
                 cell.advance(window_ends_at)
+            now = window_ends_at
+            if sum(cell.misses for cell in self.cells) > give_up:
+                return None
         return [outcome for cell in self.cells for outcome in cell.outcomes()]
 
+    @property
+    def _has_open_requests(self) -> bool:
+        return any(cell.open_requests for cell in self.cells)
+
     def _hear_reports(self, now: float) -> None:
+        """Tell the splitter what the router of each cell knows at this moment."""
         for number, cell in enumerate(self.cells):
             self._splitter.report(number, report_of(cell.router, now))
 
+    def _send(self, request: WorkloadRequest) -> None:
+        """Let a request arrive in the cell that the splitter chooses for it."""
+        number = self._splitter.choose(
+            request.prompt_hashes, request.prompt_tokens, request.arrival_s
+        )
+        self.cells[number].offer(request)
+
     @property
     def ended_requests(self) -> int:
-        """Requests that have ended."""
+        """Requests that were answered or refused; one that was placed again counts once."""
         return sum(len(cell.last_attempts) for cell in self.cells)
 
 
 def cell_setting(setting: Setting, cells: int, number: int) -> Setting:
-    """Return what runs in one of the cells. Raises SimulationError."""
+    """Return what runs in the cell of this number: its part of the fleet, its split, its faults.
+
+    All else is the same in each cell, the limits of its router too. Raises SimulationError.
+    """
     fleet = cell_fleet(setting.fleet, cells)
     return replace(
         setting,
@@ -83,7 +103,7 @@ def cell_setting(setting: Setting, cells: int, number: int) -> Setting:
 
 
 def cell_fleet(fleet: Fleet, cells: int) -> Fleet:
-    """Return the fleet of each cell. Raises SimulationError."""
+    """Return the fleet of each cell: an equal part of each pool. Raises SimulationError."""
     for hardware, count in fleet.pools:
         if count % cells:
             raise SimulationError(
@@ -93,7 +113,7 @@ def cell_fleet(fleet: Fleet, cells: int) -> Fleet:
 
 
 def cell_split(split: FleetSplit, cells: int) -> FleetSplit:
-    """Return the split of each cell. Raises SimulationError."""
+    """Return how the replicas of each cell are split by role. Raises SimulationError."""
     if not isinstance(split, Split):
         return tuple(_divided(pool_split, cells) for pool_split in split)
     return _divided(split, cells)
@@ -107,9 +127,10 @@ def _divided(split: Split, cells: int) -> Split:
 
 
 def cell_faults(faults: Faults, replicas: int, number: int) -> Faults:
-    """Return what goes wrong in the cell: the fleet's worker i is worker i % `replicas` of a cell.
+    """Return what goes wrong in the cell of this number, which has so many replicas.
 
-    The first `replicas` workers are those of the first cell, and so on.
+    Faults name workers by numbers: the workers of cell 0 come first, then those of cell 1. Inside
+    of a cell they are counted as in a fleet of that size (`Fleet.workers`).
     """
     first = replicas * number
 

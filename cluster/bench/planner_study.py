@@ -113,8 +113,7 @@ def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
     ended = [
         attempt
         for attempt in simulation.last_attempts.values()
-        if not attempt.refusal
-        and now - RECENT_WINDOW_S <= attempt.ended_at <= now
+        if not attempt.refusal and now - RECENT_WINDOW_S <= attempt.ended_at <= now
     ]
     if not ended:
         return RecentTraffic(RECENT_WINDOW_S, prefilling=prefilling, decoding=decoding)

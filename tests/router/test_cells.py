@@ -9,8 +9,8 @@ from diptych.protos.frames import Coefficients
 from diptych.router.cells import (
     CellReport,
     CellSplitter,
-    doubling_hashes,
-    tokens_at_mark,
+    marks_of,
+    tokens_of_marks,
 )
 
 PREFILL_TOKEN_S = 1e-4
@@ -26,13 +26,13 @@ COST = Coefficients(
 BLOCK = 64
 
 
-def idle_cell(workers: int = 10, backlog_s: float = 0.0, row_step_s: float = 1e-3) -> CellReport:
+def idle_cell(workers: int = 10, backlog_s: float = 0.0, answer_step_s: float = 1e-3) -> CellReport:
     return CellReport(
         prefill_workers=workers,
         decode_workers=workers,
         backlog_s=backlog_s,
         step_s=0.02,
-        row_step_s=row_step_s,
+        answer_step_s=answer_step_s,
         answer_tokens=100.0,
         cost=COST,
     )
@@ -51,9 +51,9 @@ def prompt(conversation: int, blocks: int) -> list[bytes]:
 
 def test_the_kept_prefixes_double() -> None:
     hashes = prompt(0, 9)
-    assert doubling_hashes(hashes) == [hashes[0], hashes[1], hashes[3], hashes[7]]
-    assert doubling_hashes([]) == []
-    assert [tokens_at_mark(depth) for depth in range(5)] == [0, 64, 128, 256, 512]
+    assert marks_of(hashes) == [hashes[0], hashes[1], hashes[3], hashes[7]]
+    assert marks_of([]) == []
+    assert [tokens_of_marks(depth) for depth in range(5)] == [0, 64, 128, 256, 512]
 
 
 def test_a_conversation_stays_where_its_prefix_is() -> None:

@@ -4,11 +4,12 @@ A cell is a part of the fleet with a router and a queue of its own. `CellSplitte
 cells. It has neither clock nor socket: callers give it the time, what cells report of themselves
 (`CellReport`), and the requests. Each request goes to the cell with the lowest price, in seconds:
 
-    price  = prefill + sent + delay
+    price  = prefill + sent + delay of the queue + delay of the answer
     prefill: of the part of the prompt that the cell was not sent before
     sent   : prefill that the cell was sent lately for prompts of about this length, divided by its
              workers for prefill; half of it is forgotten in `SENT_HALF_LIFE_S`
-    delay  : max(0, queue and answer there - `BOUND` x the mean over cells of queue and answer)
+    delay  : max(0, the time there - `BOUND` x the mean time of all cells), of the wait in the queue
+             and of the mean answer's steps
 
 What was sent is the largest term where the load is even: a new conversation goes to the cell that
 was sent least. The half-life says how much of an uneven past is made up for.
@@ -37,16 +38,17 @@ from statistics import fmean as mean
 from ..protos.frames import Coefficients
 from .core import Router
 from .index import BLOCK_TOKENS, PrefixIndex
+from .worker_state import WorkerState
 
 LENGTH_CLASSES = 25  #: the last one is of prompts of 2^23 tokens and more
 SENT_HALF_LIFE_S = 20.0  #: in which half of the prefill that a cell was sent is forgotten
 FORGET_EVERY_S = 0.5  #: how often that is worked out, to save time
-#: Times the mean over cells: as long as queue and answer of a cell take no more, there is no price
-#: on them. With a smaller bound requests would follow the noise of the reports.
+#: Times the mean over cells: as long as a queue, or an answer, takes no more, there is no price on
+#: it. With a smaller bound requests would follow the noise of the reports.
 BOUND = 1.25
 #: Seconds for which a cell is believed to have the prefix of a prompt that was sent there. Nobody
-#: says when it is evicted.
-PREFIX_TTL_S = 600.0
+#: says when it is evicted. Each request of this time takes about 250 bytes.
+PREFIX_TTL_S = 300.0
 #: Marks that are kept, of all cells together; one that two cells have counts twice. Each takes
 #: about 200 bytes.
 MARKS_MAX = 4_000_000
@@ -59,14 +61,15 @@ class CellReport:
     prefill_workers: int  #: how many compute prompts, 1 at least
     decode_workers: int  #: how many take answers, 1 at least
     #: Sum of the prefill that its workers and its queue have left of urgent requests, by
-    #: prediction. Requests that can no longer be in time are not in it: urgent ones pass them.
+    #: prediction. Requests that can no longer be in time are not in it under a policy that lets
+    #: urgent ones pass them.
     backlog_s: float
     #: What the router counts for a decode step with one more answer, on average over the workers:
     #: the step itself, and a price on KV pools that are nearly full.
     step_s: float
     answer_step_s: float  #: by how much one more answer lengthens a step of its worker, on average
     answer_tokens: float  #: mean length of an answer, as the cell's router expects it
-    cost: Coefficients  #: speed of the first worker that computes prompts, for all of them
+    cost: Coefficients  #: speed of a worker that computes prompts; of several, a middling one
 
 
 class SplitCell:
@@ -80,33 +83,23 @@ class SplitCell:
         #: by the workers for prefill that it had then.
         self.sent_s = [0.0] * LENGTH_CLASSES
 
-    def queue_and_answer_s(self, answer_tokens: float) -> float:
-        """Return the seconds of a request of so many answer tokens there, but for its prefill.
+    def queue_s(self, report: CellReport) -> float:
+        """Return the wait for a prefill there, as if all its workers shared the work evenly.
 
-        The queue is as of the last report, and is worked off by all workers alike. Where nothing
-        is served the time is infinite.
+        What was worked off since the report is not taken away: it is the same in all cells.
         """
-        report = self.report
-        if report is None:
-            return inf
-        queue_s = (report.backlog_s + self.unreported_s) / report.prefill_workers
+        return (report.backlog_s + self.unreported_s) / report.prefill_workers
+
+    def answer_s(self, report: CellReport, answer_tokens: float) -> float:
+        """Return the seconds of the steps of an answer of so many tokens there."""
         answers_more = self.unreported_requests / report.decode_workers
-        step_s = report.step_s + report.answer_step_s * answers_more
-        return queue_s + answer_tokens * step_s
+        return answer_tokens * (report.step_s + report.answer_step_s * answers_more)
 
-    def prefill_s(self, held_tokens: int, prompt_tokens: int) -> float:
-        """Return the seconds of computing a prompt whose first `held_tokens` are cached there."""
-        assert self.report is not None, "only a cell that serves takes requests"
-        # The last token of a prompt is always computed.
-        uncached_tokens = max(1, prompt_tokens - held_tokens)
-        return self.report.cost.prefill_s(uncached_tokens, prompt_tokens)
-
-    def note_sent(self, prefill_s: float, class_of_length: int) -> None:
+    def note_sent(self, report: CellReport, prefill_s: float, class_of_length: int) -> None:
         """Count a request that is sent there, with the seconds of its prefill."""
         self.unreported_s += prefill_s
         self.unreported_requests += 1
-        if self.report is not None:
-            self.sent_s[class_of_length] += prefill_s / self.report.prefill_workers
+        self.sent_s[class_of_length] += prefill_s / report.prefill_workers
 
 
 class CellSplitter:
@@ -129,8 +122,13 @@ class CellSplitter:
 
         It replaces what the splitter has counted since the report before, so it must know of all
         requests that were sent there until now. None: the cell serves nothing, for want of workers.
+        Its prefixes are lost then.
         """
         known = self._cells[cell]
+        if report is None:
+            self._index.drop(cell)
+        elif known.report is None:
+            known.sent_s = self._mean_sent_s()  # else all requests would go there, to catch up
         known.report = report
         known.unreported_s = 0.0
         known.unreported_requests = 0
@@ -138,6 +136,15 @@ class CellSplitter:
         expected = [each.report.answer_tokens for each in self._cells if each.report is not None]
         expected = [tokens for tokens in expected if tokens]  # 0: nothing was asked there yet
         self._answer_tokens = mean(expected) if expected else 0.0
+
+    def _mean_sent_s(self) -> list[float]:
+        """Return the mean over the serving cells of what each was sent, by length class."""
+        serving = [cell.sent_s for cell in self._cells if cell.report is not None]
+        return (
+            [mean(seconds) for seconds in zip(*serving, strict=True)]
+            if serving
+            else [0.0] * LENGTH_CLASSES
+        )
 
     def choose(self, prompt_hashes: Sequence[bytes], prompt_tokens: int, now: float) -> int:
         """Return the cell that serves the request, and count the request as sent there.
@@ -148,31 +155,40 @@ class CellSplitter:
         """
         self._forget_sent(now)
         self._index.expire(now)
+        serving = [
+            (number, cell, cell.report)
+            for number, cell in enumerate(self._cells)
+            if cell.report is not None
+        ]
+        if not serving:
+            return 0
+        queues_s = [cell.queue_s(report) for _, cell, report in serving]
+        answers_s = [cell.answer_s(report, self._answer_tokens) for _, cell, report in serving]
+        queue_limit_s = BOUND * mean(queues_s)
+        answer_limit_s = BOUND * mean(answers_s)
+
         marks = marks_of(prompt_hashes)
         hits = self._index.find(marks)
         class_of_length = length_class(prompt_tokens)
-        times_s = [cell.queue_and_answer_s(self._answer_tokens) for cell in self._cells]
-        serving_times_s = [time_s for time_s in times_s if time_s < inf]
-        if not serving_times_s:
-            return 0
-        limit_s = BOUND * mean(serving_times_s)
-        chosen = 0
+        chosen = 0  #: of `serving`
         chosen_price_s = inf
         chosen_prefill_s = 0.0
-        for number, cell in enumerate(self._cells):
-            if times_s[number] == inf:
-                continue
+        for place, (number, cell, report) in enumerate(serving):
             held_tokens = tokens_of_marks(hits.depth(number))
-            prefill_s = cell.prefill_s(held_tokens, prompt_tokens)
-            delay_s = max(0.0, times_s[number] - limit_s)
-            price_s = prefill_s + cell.sent_s[class_of_length] + delay_s
+            # The last token of a prompt is always computed.
+            uncached_tokens = max(1, prompt_tokens - held_tokens)
+            prefill_s = report.cost.prefill_s(uncached_tokens, prompt_tokens)
+            price_s = prefill_s + cell.sent_s[class_of_length]
+            price_s += max(0.0, queues_s[place] - queue_limit_s)
+            price_s += max(0.0, answers_s[place] - answer_limit_s)
             if price_s < chosen_price_s:
-                chosen = number
+                chosen = place
                 chosen_price_s = price_s
                 chosen_prefill_s = prefill_s
-        self._cells[chosen].note_sent(chosen_prefill_s, class_of_length)
-        self._index.predict(chosen, marks, now)
-        return chosen
+        number, cell, report = serving[chosen]
+        cell.note_sent(report, chosen_prefill_s, class_of_length)
+        self._index.predict(number, marks, now)
+        return number
 
     def _forget_sent(self, now: float) -> None:
         """Forget a part of what the cells were sent: half in `SENT_HALF_LIFE_S`, by exponential decay."""
@@ -206,18 +222,16 @@ def tokens_of_marks(count: int) -> int:
 
 
 def report_of(router: Router, now: float) -> CellReport | None:
-    """Return what a cell with this router says of itself; None: it cannot serve a request."""
-    decode_workers = [worker for worker in router.workers.values() if worker.can_decode]
-    prefill_workers = [worker for worker in router.workers.values() if worker.can_prefill]
+    """Return what a cell with this router says of itself; None: it has no worker for a phase."""
+    decode_workers = router.fleet.decode_workers
+    prefill_workers = router.fleet.prefill_workers
     if router.placer.local_only:
         prefill_workers = decode_workers  # with no prefill worker up, they compute all prompts
     if not prefill_workers or not decode_workers:
         return None
 
-    # `queue.prefill_s` has urgent requests only, as `urgent_until` has.
-    backlog_s = router.queue.prefill_s
-    backlog_s += sum(max(0.0, worker.urgent_until - now) for worker in prefill_workers)
-
+    by_speed = sorted(prefill_workers, key=_typical_prefill_s)
+    middling_worker = by_speed[len(by_speed) // 2]
     # The mean request: `output` is the tokens of its answer, `context` the tokens whose KV all the
     # steps of that read together. So one step reads this many for it, on average.
     request = router.demand.offered_load(now)
@@ -226,9 +240,25 @@ def report_of(router: Router, now: float) -> CellReport | None:
     return CellReport(
         prefill_workers=len(prefill_workers),
         decode_workers=len(decode_workers),
-        backlog_s=backlog_s,
+        backlog_s=sum(max(0.0, worker.urgent_until - now) for worker in prefill_workers)
+        + _queued_s(router, middling_worker.typical_prefill_s),
         step_s=mean([worker.decode_cost_s for worker in decode_workers]),
         answer_step_s=mean(longer_steps_s),
         answer_tokens=request.output,
-        cost=prefill_workers[0].cost,
+        cost=middling_worker.cost,
     )
+
+
+def _typical_prefill_s(worker: WorkerState) -> float:
+    return worker.typical_prefill_s
+
+
+def _queued_s(router: Router, typical_prefill_s: float) -> float:
+    """Return the seconds of prefill of the requests that wait for a worker.
+
+    Our policy has predicted each one, and keeps the sum of the urgent ones. Other policies predict
+    none: each counts as a typical one.
+    """
+    queue = router.queue
+    unpredicted = sum(not request.fastest_prefill_s for request in queue.by_key.values())
+    return queue.prefill_s + unpredicted * typical_prefill_s

@@ -11,7 +11,8 @@ windows of virtual time. For each window:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -26,15 +27,17 @@ from .trace import Trace, WorkloadRequest
 class DividedSimulation:
     """One run of a setting whose fleet is divided into `cells` equal cells. It can run once.
 
-    The cells draw what is random with the seeds `seed`, `seed` + 1, and so on.
+    Each cell draws what is random with a seed of its own, which no cell of another run has.
     Raises SimulationError unless the replicas of each pool, and of each role, divide evenly.
     """
 
     def __init__(self, setting: Setting, trace: Trace, cells: int, seed: int = 0) -> None:
         self.cells = [
-            Simulation(cell_setting(setting, cells, number), trace, seed + number)
+            Simulation(cell_setting(setting, cells, number), trace, seed * cells + number)
             for number in range(cells)
         ]
+        #: Later turns of sessions that are to come: a heap of (arrival, number of the request, it).
+        self._later_turns: list[tuple[float, int, WorkloadRequest]] = []
         self._splitter = CellSplitter(cells)
 
     def run(
@@ -46,21 +49,27 @@ class DividedSimulation:
         after each window. `requests` are in order of arrival.
 
         In a closed loop, later turns of a session are no elements of `requests`: each hangs at the
-        turn before, and its cell lets it arrive when that one has ended. The splitter does not hear
-        of them.
+        turn before. The splitter chooses a cell for these, too. One that is due in the window in
+        which the turn before has ended comes at the end of that window.
         """
         for cell in self.cells:
+            cell.later_turns = []
             cell.begin()
         arrived = 0
         now = 0.0
         while arrived < len(requests) or self._has_open_requests:
             self._hear_reports(now)
             window_ends_at = now + REPORT_INTERVAL_S
+            due: list[WorkloadRequest] = []
             while arrived < len(requests) and requests[arrived].arrival_s < window_ends_at:
-                self._send(requests[arrived])
+                due.append(requests[arrived])
                 arrived += 1
+            due += self._due_turns(now, window_ends_at)
+            for request in sorted(due, key=_arrival):
+                self._send(request)
             for cell in self.cells:
                 cell.advance(window_ends_at)
+            self._collect_later_turns()
             now = window_ends_at
             if sum(cell.misses for cell in self.cells) > give_up:
                 return None
@@ -68,7 +77,21 @@ class DividedSimulation:
 
     @property
     def _has_open_requests(self) -> bool:
-        return any(cell.open_requests for cell in self.cells)
+        return bool(self._later_turns) or any(cell.open_requests for cell in self.cells)
+
+    def _collect_later_turns(self) -> None:
+        """Take the turns whose turn before has ended in the last window."""
+        for cell in self.cells:
+            for turn in cell.later_turns or ():
+                heapq.heappush(self._later_turns, (turn.arrival_s, turn.index, turn))
+            cell.later_turns = []
+
+    def _due_turns(self, now: float, until: float) -> Iterator[WorkloadRequest]:
+        """Yield the later turns that arrive before `until`; those that are overdue arrive `now`."""
+        while self._later_turns and self._later_turns[0][0] < until:
+            _, _, turn = heapq.heappop(self._later_turns)
+            turn.arrival_s = max(turn.arrival_s, now)
+            yield turn
 
     def _hear_reports(self, now: float) -> None:
         """Tell the splitter what the router of each cell knows at this moment."""
@@ -86,6 +109,10 @@ class DividedSimulation:
     def ended_requests(self) -> int:
         """Requests that were answered or refused; one that was placed again counts once."""
         return sum(len(cell.last_attempts) for cell in self.cells)
+
+
+def _arrival(request: WorkloadRequest) -> float:
+    return request.arrival_s
 
 
 def cell_setting(setting: Setting, cells: int, number: int) -> Setting:

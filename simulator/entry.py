@@ -170,7 +170,7 @@ def simulate(
     )
     document = run_study(study, report_progress)
     # Only the same load without faults can be laid beside the recorded run.
-    is_same_load = rate is None and not find_max and head == 1 and not faults
+    is_same_load = rate is None and not find_max and head == 1 and not faults and cells == 1
     if trace == RECORDED and calibration and is_same_load:
         document["live"] = _compare_with_live(calibration, document)
     return StudyResult(document)
@@ -241,6 +241,7 @@ def _check_cells(cells: int, setup: StudySetup, agreement: bool) -> None:
         raise SimulationError(f"cells {cells}: give the split of the whole fleet too, like 60P20D")
     if agreement:
         raise SimulationError(f"cells {cells}: a run step by step has one cell")
+    setup.fleet.workers(setup.split)  # says that the split is of another fleet
     cell_fleet(setup.fleet, cells)
     cell_split(setup.split, cells)
 

@@ -143,6 +143,9 @@ class Simulation:
         #: By the number of a request that has ended: its last attempt.
         self.last_attempts: dict[int, SimulatedAttempt] = {}
         self.open_requests = 0  #: that have arrived, or will for sure, and have not ended
+        #: Later turns of sessions that someone else offers, here or elsewhere; None: they are offered
+        #: here as they become due.
+        self.later_turns: list[WorkloadRequest] | None = None
         self.misses = 0  #: requests that have missed a target so far
         self.decode_sends_first_token = setting.handoff == "decode"
         #: the gateway's, which holds first tokens back; None: they go out as they come
@@ -571,8 +574,10 @@ class Simulation:
         next_turn = request.next_turn
         if next_turn is not None:
             next_turn.arrival_s = max(self.now, attempt.ended_at) + next_turn.think_s
-            self.open_requests += 1
-            self._schedule(next_turn.arrival_s, Moment.ARRIVAL, next_turn)
+            if self.later_turns is None:
+                self.offer(next_turn)
+            else:
+                self.later_turns.append(next_turn)
 
     # ---- reports and faults ----------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ def _recent_traffic(simulation: Simulation, now: float) -> RecentTraffic:
     """Return the means and P90s of what ended in the last minute, and what runs."""
     prefilling = sum(not attempt.first_token_at for attempt in simulation.attempts.values())
     decoding = len(simulation.attempts) - prefilling
-    # The attempts are ordered by arrival, not by end, so all of them are searched.
+    # They ended one after the other, but all are searched: this is a study.
     ended = [
         attempt
         for attempt in simulation.last_attempts.values()

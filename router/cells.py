@@ -47,10 +47,9 @@ FORGET_EVERY_S = 0.5  #: how often that is worked out, to save time
 #: it. With a smaller bound requests would follow the noise of the reports.
 BOUND = 1.25
 #: Seconds for which a cell is believed to have the prefix of a prompt that was sent there. Nobody
-#: says when it is evicted. Each request of this time takes about 250 bytes.
+#: says when it is evicted. Each request of this time takes memory, beside the marks.
 PREFIX_TTL_S = 300.0
-#: Marks that are kept, of all cells together; one that two cells have counts twice. Each takes
-#: about 200 bytes.
+#: Marks that are kept, of all cells together; one that two cells have counts twice.
 MARKS_MAX = 4_000_000
 
 

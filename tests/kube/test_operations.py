@@ -200,30 +200,26 @@ def _node_of_workers_only(release: Release) -> str:
         return sorted({pod["spec"]["nodeName"] for pod in release.pods("all")} - needed)
 
     if not others():
-        for node in needed:
-            box.kubectl("cordon", node)
-        pod = _pod_without_gateway(release)
-        box.kubectl("--namespace", release.namespace, "delete", "pod", pod)
-        wait_until(lambda: bool(others()), CHANGE_LIMIT_S, "no pod came up on another node")
-        for node in needed:
-            box.kubectl("uncordon", node)
+        try:
+            for node in needed:
+                box.kubectl("cordon", node)
+            pod = _pod_without_gateway(release)
+            box.kubectl("--namespace", release.namespace, "delete", "pod", pod)
+            wait_until(lambda: bool(others()), CHANGE_LIMIT_S, "no pod came up on another node")
+        finally:
+            for node in needed:
+                box.kubectl("uncordon", node)
         _wait_for_recovery(release)
     return others()[0]
 
 
 def test_a_node_dies(release: Release) -> None:
-    """The Service goes on leading clients to the dead node's pods until Kubernetes gives it up.
-
-    Connections to them fail meanwhile, and so do streams that came through their proxies. Those that
-    other pods take are answered, and answered right.
-    """
+    """No stream should fail. Some did: the Service leads clients to the dead pods for a while."""
     _wait_for_recovery(release)
     node = _node_of_workers_only(release)
     try:
-        with under_load(release, "a node with workers dies", 60, may_fail=True):
+        with under_load(release, "a node with workers dies", 60):
             box.kill_node(node)
-        with under_load(release, "after Kubernetes has given that node up", 20):
-            pass
     finally:
         box.revive_node(node)
 

@@ -12,6 +12,7 @@ from diptych.router.cells import (
     SENT_HALF_LIFE_S,
     CellReport,
     CellSplitter,
+    SplitCell,
     length_class,
     marks_of,
     tokens_of_marks,
@@ -200,3 +201,18 @@ def test_a_prefix_is_forgotten() -> None:
     for cell in (0, 1):
         splitter.report(cell, idle_cell(backlog_s=0.01 if cell == home else 0.0))
     assert splitter.choose(prompt(0, 16), 16 * BLOCK, 61.0) != home
+
+
+def test_prefill_that_was_sent_waits_before_the_next_report() -> None:
+    cell = SplitCell()
+    report = idle_cell(backlog_s=2.0)
+    cell.note_sent(report, 5.0, length_class(8 * BLOCK))
+    assert cell.queue_s(report) == pytest.approx(0.7)  # 7 s for ten workers
+
+
+def test_the_last_token_of_a_prompt_is_computed_again() -> None:
+    splitter = splitter_of(idle_cell())
+    for _ in range(2):
+        splitter.choose(prompt(0, 1), BLOCK, 0.0)
+    sent_s = splitter._cells[0].sent_s[length_class(BLOCK)]
+    assert sent_s == pytest.approx((BLOCK + 1) * PREFILL_TOKEN_S / 10)

@@ -12,7 +12,7 @@ from diptych.simulator.cells import DividedSimulation, cell_faults, cell_fleet, 
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.fleet import Faults, Fleet, Split
 from diptych.simulator.metrics import Slo, summarize
-from diptych.simulator.sim import Simulation
+from diptych.simulator.sim import REPORT_INTERVAL_S, Simulation
 from diptych.simulator.sources import load_trace
 from diptych.simulator.trace import Trace, TraceRequest, count_turns
 
@@ -153,6 +153,55 @@ def test_later_turns_stay_where_their_prefix_is_until_that_cell_is_lost(faults: 
     assert bool(moved) == bool(faults)
     late = [outcome for outcome in outcomes if outcome.arrival_s > 8.0]
     assert len(late) > 12 and not any(outcome.refusal_reason for outcome in late)
+
+
+def test_the_speed_of_a_cell_is_that_of_a_middling_worker() -> None:
+    """The first worker is of the slower kind."""
+    fleet = Fleet.parse("H100:4,H200:12", MODEL, 4)
+    case = replace(make_case(32), fleet=fleet)
+    simulation = Simulation(case.setting(Split(3, 1)), case.trace)
+    report = report_of(simulation.router, 0.0)
+    assert report is not None
+    slow, fast = fleet.costs
+    assert report.cost.prefill_s(4096, 4096) == pytest.approx(fast.prefill_s(4096, 4096))
+    assert report.cost.prefill_s(4096, 4096) < slow.prefill_s(4096, 4096)
+
+
+def test_decode_workers_compute_prompts_where_no_prefill_worker_is_up() -> None:
+    case = make_case(16)
+    simulation = Simulation(case.setting(Split(1, 3)), case.trace)
+    simulation.begin()
+    prefill_worker = next(name for name in simulation.workers if name.startswith("prefill"))
+    simulation._kill(prefill_worker)
+    report = report_of(simulation.router, 0.0)
+    assert report is not None
+    assert (report.prefill_workers, report.decode_workers) == (3, 3)
+
+
+def test_no_two_cells_of_two_runs_draw_the_same() -> None:
+    case = make_case(16)
+    setting = case.setting(Split(2, 2))
+    cells = [
+        cell
+        for seed in (0, 1, 2)
+        for cell in DividedSimulation(setting, case.trace, cells=2, seed=seed).cells
+    ]
+    assert len({cell.rng.random() for cell in cells}) == 6
+
+
+def test_a_turn_without_a_pause_comes_at_the_end_of_the_window() -> None:
+    turns = [
+        TraceRequest(arrival_s=0.01 * turn, prompt_tokens=512, output_tokens=2, session=0)
+        for turn in range(4)
+    ]
+    trace = Trace("no pauses", turns, block_tokens=512, has_sessions=True)
+    case = replace(make_case(16), trace=trace, closed_loop=True)
+    divided = DividedSimulation(case.setting(Split(2, 2)), trace, cells=2)
+    outcomes = divided.run(trace.workload(1.0, 0, closed_loop=True))
+    assert outcomes is not None and len(outcomes) == 4
+    arrivals_s = sorted(outcome.arrival_s for outcome in outcomes)
+    assert [arrival_s % REPORT_INTERVAL_S for arrival_s in arrivals_s[1:]] == [0.0, 0.0, 0.0]
+    assert divided._splitter._forgot_at == arrivals_s[-1]
 
 
 def test_the_fleet_and_its_faults_are_divided() -> None:

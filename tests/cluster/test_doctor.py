@@ -485,8 +485,12 @@ def test_a_cancelled_probe_leaves_nothing_behind(folder: Path) -> None:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        await bench.until(bench.whole)
-        assert (await node.probe("prefill/x", 1 << 20))["reason"] == ""
+        reasons = ["pool_full"]
+        while reasons[-1] == "pool_full" and len(reasons) < 1000:
+            # The peer may hear of the last ones only now, and of their end a moment later.
+            await bench.until(bench.whole)
+            reasons.append((await node.probe("prefill/x", 1 << 20))["reason"])
+        assert reasons[-1] == ""
 
     with_nodes(folder, body)
 

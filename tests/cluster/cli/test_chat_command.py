@@ -167,8 +167,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue(server: ChatServer, tmp_
         terminal.wait_for(PROMPT)
         terminal.type("wait" + ENTER)
         terminal.wait_for("echo ")
-        terminal.type("\x03")
-        terminal.wait_for("stopped")
+        terminal.press("\x03", until="stopped")
         assert server.client_left.wait(30), "the server was not told"
         terminal.wait_for(PROMPT)
         terminal.type(f"bc{LEFT}{LEFT}a{ENTER}")

@@ -43,6 +43,8 @@ SHARED_PROCESSES = {
         "tests/engine/test_sampler.py",
         "tests/engine/test_sampling.py",
     ),
+    # They calibrate torch's products of the same sizes, once in each process.
+    "linears": ("tests/engine/test_kernels.py", "tests/engine/test_linear.py"),
     # They import clients of OpenAI and Anthropic, which take three seconds each.
     "clients": (
         "tests/cluster/test_anthropic.py",

@@ -20,7 +20,7 @@ MODEL = "llama3.1-70b-fp8"
 SLO = Slo.flat(2.0, 0.05)
 
 
-def make_case(gpus: int, trace: str = "synthetic:400") -> Case:
+def make_case(gpus: int, trace: str = "synthetic:60") -> Case:
     fleet = Fleet.parse(f"H200:{gpus}", MODEL, 4)
     return Case(load_trace(trace), fleet, SLO, seeds=1)
 
@@ -35,7 +35,7 @@ def test_one_cell_is_the_fleet_itself() -> None:
 
 
 def test_cells_serve_nearly_what_one_queue_does() -> None:
-    case = make_case(64, "synthetic:150")
+    case = make_case(64, "synthetic:100")
     split = Split(12, 4)
     whole = simulate_case(case, split, rate=0.6, seed=0)
     cells = simulate_case(replace(case, cells=4), split, rate=0.6, seed=0)
@@ -49,12 +49,12 @@ def test_cells_serve_nearly_what_one_queue_does() -> None:
 
 def test_a_run_in_cells_gives_up_too() -> None:
     """No cell misses so many by itself as all of them do together."""
-    case = replace(make_case(64, "synthetic:40"), cells=2, slo=Slo.flat(0.001, 0.05))
-    missed = simulate_case(case, Split(12, 4), rate=0.5, seed=0).outcomes
+    case = replace(make_case(32, "synthetic:20"), cells=2, slo=Slo.flat(0.001, 0.05))
+    missed = simulate_case(case, Split(6, 2), rate=0.5, seed=0).outcomes
     assert missed is not None and not any(outcome.targets_met for outcome in missed)
     limit = round(0.8 * len(missed))
-    assert simulate_case(case, Split(12, 4), 0.5, 0, missed_limit=limit).outcomes is None
-    assert simulate_case(case, Split(12, 4), 0.5, 0, missed_limit=len(missed)).outcomes == missed
+    assert simulate_case(case, Split(6, 2), 0.5, 0, missed_limit=limit).outcomes is None
+    assert simulate_case(case, Split(6, 2), 0.5, 0, missed_limit=len(missed)).outcomes == missed
 
 
 def test_a_cell_that_has_lost_workers_is_sent_less() -> None:

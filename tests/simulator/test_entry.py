@@ -129,12 +129,12 @@ def test_a_trace_that_was_loaded_before_is_as_good_as_its_name() -> None:
 
 
 def test_results_print_as_the_commands_print_them(tmp_path: Path) -> None:
-    study = diptych.simulate("synthetic:60", split="6P2D", seeds=1, jobs=1)
-    assert repr(study).startswith("trace synthetic-60, 60 requests;")
+    study = diptych.simulate("synthetic:20", split="6P2D", seeds=1, jobs=1)
+    assert repr(study).startswith("trace synthetic-20, 20 requests;")
     assert "\nPOLICY " in repr(study)
     assert "<svg" in study.html()
-    found = diptych.plan("synthetic:60", fleet="H200:8", rate=1.0, jobs=1)
-    arguments = ["synthetic:60", "--fleet", "H200:8", "--rate", "1", "--jobs", "1"]
+    found = diptych.plan("synthetic:20", fleet="H200:8", rate=1.0, jobs=1)
+    arguments = ["synthetic:20", "--fleet", "H200:8", "--rate", "1", "--jobs", "1"]
     done = RUN.invoke(app, ["plan", *arguments, "--write", str(tmp_path / "cluster.yaml")])
     assert done.stdout.startswith(repr(found))
 

@@ -167,7 +167,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_dialogue(server: ChatServer, tmp_
         terminal.wait_for(PROMPT)
         terminal.type("wait" + ENTER)
         terminal.wait_for("echo ")
-        terminal.press("\x03", until="stopped")
+        terminal.type("\x03")
+        terminal.wait_for("stopped")
         assert server.client_left.wait(30), "the server was not told"
         terminal.wait_for(PROMPT)
         terminal.type(f"bc{LEFT}{LEFT}a{ENTER}")

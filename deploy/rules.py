@@ -449,7 +449,9 @@ def _account(documents: list[Manifest], binding: Manifest, service: Manifest) ->
         "verbs": ["get", "patch"],
     }
     clusters = {"apiGroups": ["ray.io"], "resources": ["rayclusters"], "verbs": ["get", "patch"]}
-    if role.get("rules") != [own_service, clusters]:
+    pods = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+    pod_statuses = {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]}
+    if role.get("rules") != [own_service, clusters, pods, pod_statuses]:
         yield f"gives {role.get('rules')}"
 
 

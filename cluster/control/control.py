@@ -27,6 +27,7 @@ from . import http, rpc
 from .cluster_operations import ClusterOperations
 from .model_control import ModelControl, SharedPlanning
 from .model_orders import ModelOrders
+from .pod_watch import find_pod_watch
 from .serve_watch import ServeWatch, ask_serve_controller, end_serve_controller
 
 GRPC_STOP_S = 1.0  #: For open gRPC calls to end when Control stops.
@@ -56,7 +57,10 @@ class Control:
         self._watch = ModelWatch(find_models, self._add, self._take_away, with_leaving=True)
         await self._watch.start()
         serve_watch = ServeWatch(ask_serve_controller, end_serve_controller)
-        self._serve_watching = asyncio.create_task(serve_watch.run())
+        self._watching = [asyncio.create_task(serve_watch.run())]
+        pod_watch = find_pod_watch()
+        if pod_watch is not None:
+            self._watching.append(asyncio.create_task(pod_watch.run()))
 
         # The address is for the list of what Prometheus scrapes.
         application = http.build(self._operations, self._model_orders, self._metrics.address)
@@ -83,7 +87,8 @@ class Control:
         await asyncio.shield(self._ending)
 
     async def _end(self) -> None:
-        self._serve_watching.cancel()
+        for watching in self._watching:
+            watching.cancel()
         await self._watch.stop()
         await self._model_orders.stop()
         await asyncio.gather(

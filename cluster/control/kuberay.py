@@ -13,11 +13,11 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from . import rayservice
+from .kubernetes import ACCOUNT_FOLDER, KubernetesApi, raise_if_refused
 from .rayservice import KubernetesObject
 from .serve import PoolObservation, PoolScaler, ScaleError, ServePools
 
@@ -27,10 +27,7 @@ log = logging.getLogger(__name__)
 RAYSERVICE_VARIABLE = "DIPTYCH_RAYSERVICE"
 #: Environment variable with the name of the Ray cluster that a pod belongs to; KubeRay sets it.
 RAYCLUSTER_VARIABLE = "RAY_CLUSTER_NAME"
-#: Where Kubernetes puts a pod's namespace, its token and the authority of the API server.
-ACCOUNT_FOLDER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 PATCH_ATTEMPTS = 3  #: Somebody else may change the RayService at the same time.
-REQUEST_TIMEOUT_S = 10.0  #: For one answer of Kubernetes.
 FOLLOW_INTERVAL_S = 5.0  #: Between two looks at the RayService.
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
@@ -55,8 +52,7 @@ class KubeRayPools:
         serve_pools: PoolScaler | None = None,
     ) -> None:
         self._name = name
-        self._account_folder = account_folder
-        self._server_url = server_url or _server_url_of_this_pod()
+        self._kubernetes = KubernetesApi(account_folder, server_url)
         self._serve_pools = serve_pools or ServePools(application)
         #: Which pods are missing, when Control last looked; empty if none is.
         self._pod_shortage = ""
@@ -92,7 +88,7 @@ class KubeRayPools:
         )
 
     async def check(self, counts: dict[str, int]) -> None:
-        async with self._client() as client:
+        async with self._kubernetes.client() as client:
             present = await self._get(client, "rayservices", self._name)
         refusal = rayservice.slots_refusal(present, counts)
         if refusal:
@@ -103,7 +99,7 @@ class KubeRayPools:
 
         Return False if somebody else changed the RayService in between.
         """
-        async with self._client() as client:
+        async with self._kubernetes.client() as client:
             present = await self._get(client, "rayservices", self._name)
             refusal = rayservice.slots_refusal(present, counts)
             if refusal:
@@ -122,7 +118,7 @@ class KubeRayPools:
         )
         if response.status_code == httpx.codes.CONFLICT:
             return False
-        _raise_if_refused(response)
+        raise_if_refused(response)
         return True
 
     async def follow(self, record: Callable[[str, str], None]) -> None:
@@ -142,7 +138,7 @@ class KubeRayPools:
     async def follow_once(self, record: Callable[[str, str], None]) -> None:
         """Look once, and change what differs. Raises ScaleError and whatever Ray raises."""
         async with self._ordering:
-            async with self._client() as client:
+            async with self._kubernetes.client() as client:
                 present = await self._get(client, "rayservices", self._name)
                 await self._follow_pods(client, present, record)
                 if rayservice.has_ended_orders(present):
@@ -170,7 +166,7 @@ class KubeRayPools:
             content=json.dumps(rayservice.group_patch(cluster, changes)),
             headers={"content-type": JSON_PATCH},
         )
-        _raise_if_refused(response)
+        raise_if_refused(response)
         record("pods", ", ".join(str(change) for change in changes))
 
     async def _follow_counts(
@@ -190,46 +186,11 @@ class KubeRayPools:
 
     async def _get(self, client: httpx.AsyncClient, kind: str, name: str) -> KubernetesObject:
         response = await client.get(self._path(kind, name))
-        _raise_if_refused(response)
+        raise_if_refused(response)
         return response.json()
 
     def _path(self, kind: str, name: str) -> str:
-        namespace = (self._account_folder / "namespace").read_text().strip()
-        return f"/apis/ray.io/v1/namespaces/{namespace}/{kind}/{name}"
-
-    def _client(self) -> httpx.AsyncClient:
-        # The token is read for each client, as Kubernetes renews it.
-        token = (self._account_folder / "token").read_text().strip()
-        authority = self._account_folder / "ca.crt"
-        verify: Any = str(authority) if authority.exists() else True
-        return httpx.AsyncClient(
-            base_url=self._server_url,
-            headers={"authorization": f"Bearer {token}"},
-            verify=verify,
-            timeout=REQUEST_TIMEOUT_S,
-            # The API server is in the cluster, where no proxy leads. httpx would not see that by
-            # the CIDRs that NO_PROXY usually has there.
-            trust_env=False,
-        )
-
-
-def _raise_if_refused(response: httpx.Response) -> None:
-    """Raise ScaleError with Kubernetes' own sentence, or the beginning of whatever came instead."""
-    if not response.is_error:
-        return
-    try:
-        message = response.json()["message"]
-    except (ValueError, KeyError, TypeError):
-        message = response.text[:200]
-    raise ScaleError(f"Kubernetes refuses ({response.status_code}): {message}")
-
-
-def _server_url_of_this_pod() -> str:
-    host = os.environ.get("KUBERNETES_SERVICE_HOST", "")
-    port = os.environ.get("KUBERNETES_SERVICE_PORT", "")
-    if ":" in host:  # the address of an IPv6 cluster, bare
-        host = f"[{host}]"
-    return f"https://{host}:{port}"
+        return f"/apis/ray.io/v1/namespaces/{self._kubernetes.namespace()}/{kind}/{name}"
 
 
 def find_pool_scaler(application: str) -> PoolScaler:

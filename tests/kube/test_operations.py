@@ -214,7 +214,7 @@ def _node_of_workers_only(release: Release) -> str:
 
 
 def test_a_node_dies(release: Release) -> None:
-    """No stream should fail. Some did: the Service leads clients to the dead pods for a while."""
+    """No stream should fail. Some did: the Service leads clients to the dead pods for a moment."""
     _wait_for_recovery(release)
     node = _node_of_workers_only(release)
     try:
@@ -289,3 +289,17 @@ def test_one_of_two_gateways_is_deleted(release: Release, grace: tuple[str, ...]
     with under_load(release, operation, 60, may_fail=bool(grace)):
         pod = _gateway_pods(release)[0]
         box.kubectl("--namespace", release.namespace, "delete", "pod", pod, *grace)
+
+
+def test_a_node_with_one_of_two_gateways_dies(release: Release) -> None:
+    """What the gateway has in flight fails, and who connects before Control has noticed."""
+    _wait_for_recovery(release)
+    head_node = release.pods("head")[0]["spec"]["nodeName"]
+    nodes = {release.get("pod", name)["spec"]["nodeName"] for name in _gateway_pods(release)}
+    others = sorted(nodes - {head_node})
+    assert others, "both gateways are on the head's node"
+    try:
+        with under_load(release, "a node with one of two gateways dies", 60, may_fail=True):
+            box.kill_node(others[0])
+    finally:
+        box.revive_node(others[0])

@@ -17,6 +17,7 @@ from diptych.cluster.applications import model_applications
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.autopilot import planner_config
 from diptych.cluster.control.kuberay import KubeRayPools
+from diptych.cluster.control.kubernetes import KubernetesApi
 from diptych.cluster.control.operations import Operations
 from diptych.cluster.control.rayservice import SCALED_ANNOTATION, VALUES_ANNOTATION
 from diptych.cluster.control.serve import (
@@ -457,6 +458,6 @@ def test_the_api_server_is_the_one_of_the_pod_and_asked_without_a_proxy(
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "6443")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
-    client = KubeRayPools("serving", MODEL, tmp_path)._client()
+    client = KubernetesApi(tmp_path).client()
     assert str(client.base_url) == url
     assert client._mounts == {}, "no proxy"

@@ -1,0 +1,184 @@
+"""Pods whose host is silent are reported to Kubernetes, and no others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from diptych.cluster.control.kubernetes import KubernetesApi
+from diptych.cluster.control.pod_watch import (
+    SILENT_LOOKS,
+    PodWatch,
+    SilenceCounter,
+    WorkerPod,
+    find_pod_watch,
+    host_answers,
+    not_ready_patch,
+    worker_pods,
+)
+from diptych.cluster.control.serve import ScaleError
+
+
+class Kubernetes:
+    """An API server with two pods, which keeps what is patched."""
+
+    def __init__(self) -> None:
+        self.ready = {"a": "True", "b": "True"}
+        self.asked: list[str] = []
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None: ...
+
+            def answer(self, body: dict[str, Any]) -> None:
+                content = json.dumps(body).encode()
+                self.send_response(200)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def do_GET(self) -> None:
+                api.asked.append(self.path)
+                self.answer({"items": [pod(name, ready=api.ready[name]) for name in api.ready]})
+
+            def do_PATCH(self) -> None:
+                patch = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                assert self.headers["content-type"] == "application/strategic-merge-patch+json"
+                *_, name, part = self.path.split("/")
+                assert part == "status"
+                (condition,) = patch["status"]["conditions"]
+                api.ready[name] = condition["status"]
+                self.answer({})
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def api(self, folder: Path) -> KubernetesApi:
+        (folder / "namespace").write_text("pd")
+        (folder / "token").write_text("word")
+        return KubernetesApi(folder, f"http://127.0.0.1:{self.server.server_port}")
+
+
+@pytest.fixture
+def kubernetes() -> Iterator[Kubernetes]:
+    api = Kubernetes()
+    yield api
+    api.server.shutdown()
+    api.server.server_close()
+
+
+def pod(name: str, ready: str = "True", **metadata: str) -> dict[str, Any]:
+    conditions = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": ready}]
+    return {
+        "metadata": {"name": name, **metadata},
+        "status": {"podIP": f"10.0.0.{ord(name)}", "conditions": conditions},
+    }
+
+
+A, B = WorkerPod("a", "10.0.0.97", True), WorkerPod("b", "10.0.0.98", True)
+
+
+def test_a_pod_is_given_up_after_looks_in_a_row() -> None:
+    counter = SilenceCounter()
+    for _ in range(SILENT_LOOKS - 1):
+        assert counter.lost_pods([A, B], ["a"]) == []
+    assert counter.lost_pods([A, B], ["a", "b"]) == [], "the count begins anew"
+    for _ in range(SILENT_LOOKS - 1):
+        assert counter.lost_pods([A, B], ["a"]) == []
+    assert counter.lost_pods([A, B], ["a"]) == [B]
+    assert counter.lost_pods([A, WorkerPod("b", B.address, False)], ["a"]) == [], "told already"
+    assert counter.lost_pods([A, B], ["a"]) == [B], "a kubelet said otherwise, and it is silent"
+
+
+def test_where_nobody_answers_nobody_is_given_up() -> None:
+    """And such a look counts for nobody: it is Control that is cut off."""
+    counter = SilenceCounter()
+    for _ in range(2 * SILENT_LOOKS):
+        assert counter.lost_pods([A, B], []) == []
+    assert counter.lost_pods([A, B], ["a"]) == []
+
+
+def test_pods_without_an_address_and_those_that_end_are_left_alone() -> None:
+    waiting = {"metadata": {"name": "w"}, "status": {}}
+    ending = pod("e", deletionTimestamp="2026-01-01T00:00:00Z")
+    found = worker_pods({"items": [waiting, ending, pod("a"), pod("b", ready="False")]})
+    assert found == [A, WorkerPod("b", B.address, False)]
+
+
+def test_the_patch_is_that_of_one_condition() -> None:
+    (condition,) = not_ready_patch(datetime(2026, 1, 2, tzinfo=UTC))["status"]["conditions"]
+    assert condition["lastTransitionTime"] == "2026-01-02T00:00:00Z"
+    assert (condition["type"], condition["status"]) == ("Ready", "False")
+
+
+def test_a_silent_pod_is_reported_to_kubernetes(kubernetes: Kubernetes, tmp_path: Path) -> None:
+    async def answers(address: str) -> bool:
+        return address == A.address
+
+    async def look(times: int) -> None:
+        for _ in range(times):
+            await watch.look()
+
+    watch = PodWatch("serving-x1", kubernetes.api(tmp_path), answers)
+    asyncio.run(look(SILENT_LOOKS - 1))
+    assert kubernetes.ready == {"a": "True", "b": "True"}
+    asyncio.run(look(1))
+    assert kubernetes.ready == {"a": "True", "b": "False"}
+    assert "ray.io%2Fcluster%3Dserving-x1" in kubernetes.asked[0]
+
+
+def test_a_watch_goes_on_when_a_look_fails(
+    kubernetes: Kubernetes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked_again = asyncio.Event()
+
+    async def answers(address: str) -> bool:
+        if caplog.records:
+            looked_again.set()
+        raise RuntimeError("no sockets left")
+
+    async def run() -> None:
+        watching = asyncio.create_task(PodWatch("x1", kubernetes.api(tmp_path), answers).run())
+        await asyncio.wait_for(looked_again.wait(), 20)
+        watching.cancel()
+
+    asyncio.run(run())
+    assert "the pods are not watched: no sockets left" in caplog.text
+
+
+def test_a_refusal_of_kubernetes_is_an_error(
+    kubernetes: Kubernetes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = kubernetes.server.RequestHandlerClass
+    monkeypatch.setattr(handler, "do_GET", lambda request: request.send_error(403, "forbidden"))
+    with pytest.raises(ScaleError, match="403"):
+        asyncio.run(PodWatch("serving-x1", kubernetes.api(tmp_path)).look())
+
+
+def test_a_host_that_refuses_lives_and_one_that_says_nothing_does_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert asyncio.run(host_answers("127.0.0.1", port))
+    assert asyncio.run(host_answers("127.0.0.1", port)), "nobody listens there any more"
+    with socket.socket() as server:  # its queue is full: Linux drops what comes then
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        address = server.getsockname()
+        with socket.create_connection(address), socket.socket() as second:
+            second.setblocking(False)
+            second.connect_ex(address)
+            assert not asyncio.run(host_answers(*address))
+
+
+def test_there_is_no_watch_outside_of_kuberay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIPTYCH_RAYSERVICE", raising=False)
+    monkeypatch.setenv("RAY_CLUSTER_NAME", "serving-x1")
+    assert find_pod_watch() is None

@@ -10,6 +10,8 @@ row that costs time, so a text that does not repeat itself should have few.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 LONGEST_NGRAM = 3  #: ids that must have stood there before; the longest match is tried first
 SHORTEST_NGRAM = 2  #: a single id has stood there before too often to say what follows
 PAUSE_LIMIT_STEPS = 16  #: so a text that begins to repeat itself is noticed within 16 tokens
@@ -24,7 +26,7 @@ class NGramDrafter:
         self._wrong_in_a_row = 0  #: proposals of which not even the first guess was right
         self._pause_steps = 0  #: steps to go without a guess
 
-    def propose(self, token_ids: list[int], limit: int) -> list[int]:
+    def propose(self, token_ids: Sequence[int], limit: int) -> list[int]:
         """Returns at most `limit` ids that may follow; [] without a precedent or in a pause."""
         self._index(token_ids)
         if self._pause_steps:
@@ -38,7 +40,7 @@ class NGramDrafter:
                 return _repeat_from(token_ids, follower, limit)
         return []
 
-    def _index(self, token_ids: list[int]) -> None:
+    def _index(self, token_ids: Sequence[int]) -> None:
         """Records what follows each n-gram of the ids that came since the last call.
 
         The n-gram at the very end is not recorded: nothing follows it yet.
@@ -60,7 +62,7 @@ class NGramDrafter:
             self._pause_steps = min(2 ** (self._wrong_in_a_row - 1), PAUSE_LIMIT_STEPS)
 
 
-def _repeat_from(token_ids: list[int], start: int, count: int) -> list[int]:
+def _repeat_from(token_ids: Sequence[int], start: int, count: int) -> list[int]:
     """Returns the `count` ids from `start` on; behind the last id, goes on from `start` again."""
     period = len(token_ids) - start
     return [token_ids[start + offset % period] for offset in range(count)]

@@ -8,7 +8,7 @@ belongs to an attempt: one placement of a request on workers, named by its `Atte
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,11 +35,12 @@ class Sequence:
     """What the engine computes for one answer.
 
     `token_ids` are the prompt's and the generated ones. The first `computed_tokens` of them have
-    KV; the last id has none until its step.
+    KV; the last id has none until its step. Engines keep them in a list. The simulator, whose ids
+    say nothing but where an answer ends, keeps a byte of each.
     """
 
     attempt_key: AttemptKey
-    token_ids: list[int]
+    token_ids: MutableSequence[int]
     prompt_tokens: int  #: number of prompt ids
     sampling: Sampling
     #: content hashes of full blocks: the prompt's first, and the answer's as they get full

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..protos.frames import ThinkingBudget
 
 #: An opening tag begins thinking only if it is among so many first tokens of an answer: white space
@@ -28,7 +30,7 @@ class ThinkingWatch:
         self._has_ended = False  #: True once the closing tag has come.
         self._thinking_tokens = 0  #: Of the thinking, without its opening tag.
 
-    def required_id(self, token_ids: list[int], prompt_tokens: int = 0) -> int | None:
+    def required_id(self, token_ids: Sequence[int], prompt_tokens: int = 0) -> int | None:
         """Return the id that must come behind `token_ids`; None if any may.
 
         The answer begins behind `prompt_tokens` of them. Ids of earlier calls do not change. If
@@ -42,7 +44,7 @@ class ThinkingWatch:
             return None
         return self._budget.end_id
 
-    def may_require_next(self, token_ids: list[int], prompt_tokens: int = 0) -> bool:
+    def may_require_next(self, token_ids: Sequence[int], prompt_tokens: int = 0) -> bool:
         """Return whether `required_id` could name an id behind one more id than `token_ids`."""
         if self.required_id(token_ids, prompt_tokens) is not None:
             return True

@@ -100,8 +100,6 @@ class Trace:
     shared_blocks: frozenset[int] = frozenset()  #: blocks that have the same id in all copies
     #: copy's number -> blocks of each request: they are made once, as all loads share them
     _copies: dict[int, list[RequestBlocks]] = field(default_factory=dict, repr=False)
-    #: block name -> those of the hashes in the block that the router looks up
-    looked_up_in_block: dict[bytes, tuple[bytes, ...]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not self.requests:
@@ -276,8 +274,9 @@ class Trace:
         block_names: list[bytes] = []
         for index, block_id in enumerate(self._full_block_ids(number, copy)):
             name = block_hash(block_id, parts - 1)
-            if name not in self.looked_up_in_block:
-                self.looked_up_in_block[name] = looked_up_hashes(block_id, index, parts)
+            looked_up = hashes.get((block_id, index), ())
+            if looked_up and looked_up[-1] == name:
+                name = looked_up[-1]  # one object for both lists: large loads have millions
             block_names.append(name)
         return RequestBlocks(prompt_block_ids, block_names, hashes_by_position)
 
@@ -304,6 +303,11 @@ class Trace:
 def block_hash(block_id: int, part: int) -> bytes:
     """Return what stands for the content hash of a block's 64-token part; a block has 8 at most."""
     return (block_id * 8 + part).to_bytes(16, "little")
+
+
+def block_id_of(block_name: bytes) -> int:
+    """Return the id of the block of this name, which is the hash of its last part."""
+    return int.from_bytes(block_name, "little") // 8
 
 
 def looked_up_hashes(block_id: int, index: int, parts: int) -> tuple[bytes, ...]:

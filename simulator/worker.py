@@ -29,7 +29,7 @@ from .attempt import SimulatedAttempt
 from .hardware import Hardware
 from .repeat import SAME_MOMENT_S, RepeatedSteps, repetitions
 from .tiers import SimulatedTiers, put_below
-from .trace import HASH_TOKENS, Trace, WorkloadRequest
+from .trace import HASH_TOKENS, Trace, WorkloadRequest, block_id_of, looked_up_hashes
 
 HOP_S = 5e-4  #: seconds of one message between gateway, router and worker, as assumed
 #: tokens asked for by a client that names no limit: nobody knows an answer's length in advance
@@ -43,15 +43,20 @@ STOP_IDS = (LAST_TOKEN,)
 class TraceScheduler(Scheduler):
     """The engine's scheduler on blocks that are as large as a trace's, whose contents it names.
 
-    A mark is a content hash that routers look up; the trace knows which ones each block has.
+    A mark is a content hash that routers look up: `trace.looked_up_hashes` says which ones a block
+    has.
     """
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, trace: Trace) -> None:
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits) -> None:
         super().__init__(pool, limits)
-        self._marks_of_block = trace.looked_up_in_block
+        self._hashes_per_block = limits.block_tokens // HASH_TOKENS
 
     def _block_marks(self, sequence: Sequence, index: int) -> SequenceOf[bytes]:
-        return self._marks_of_block[sequence.block_hashes[index]]
+        name = sequence.block_hashes[index]
+        marks = looked_up_hashes(block_id_of(name), index, self._hashes_per_block)
+        if len(marks) == 1 and marks[0] == name:
+            return (name,)  # the same object: millions of blocks hold one
+        return marks
 
 
 class SimulatedWorker:
@@ -95,7 +100,7 @@ class SimulatedWorker:
         if hardware.tiers is not None:
             self.tiers = SimulatedTiers(hardware.tiers, trace.block_tokens)
             put_below(self.pool, self.tiers)
-        self.scheduler = TraceScheduler(self.pool, limits, trace)
+        self.scheduler = TraceScheduler(self.pool, limits)
         self.attempts: dict[AttemptKey, SimulatedAttempt] = {}  #: that have a sequence here
         self.without_blocks: list[SimulatedAttempt] = []  #: whose reservation has to wait
         self.reserved: list[SimulatedAttempt] = []  #: since the simulation last looked
@@ -265,7 +270,7 @@ class SimulatedWorker:
         max_tokens = max(max_tokens, request.output_tokens)
         return Sequence(
             attempt_key=attempt.key,
-            token_ids=[MIDDLE_TOKEN] * tokens,
+            token_ids=bytearray(tokens),  # each is MIDDLE_TOKEN
             prompt_tokens=request.prompt_tokens,
             sampling=Sampling(max_tokens=max_tokens, stop_ids=STOP_IDS),
             block_hashes=request.block_names,
@@ -317,7 +322,7 @@ class SimulatedWorker:
         if completed > steps.booked:
             self._account(steps, completed)
             self._note_first_steps(steps, completed)
-            tokens = [MIDDLE_TOKEN] * (completed - steps.booked)
+            tokens = bytes(completed - steps.booked)  # each is MIDDLE_TOKEN
             for sequence in steps.plan.decode:
                 if self._attempt_of(sequence) is not None:
                     self.scheduler.record_computed(sequence, len(tokens))
@@ -431,7 +436,7 @@ class SimulatedWorker:
             if attempt is None:
                 continue
             self.scheduler.record_computed(sequence, count)
-            sequence.token_ids.extend([MIDDLE_TOKEN] * (count - 1))
+            sequence.token_ids.extend(bytes(count - 1))  # each is MIDDLE_TOKEN
             if sequence.generated_tokens + 1 < attempt.request.output_tokens:
                 sequence.token_ids.append(MIDDLE_TOKEN)
             else:

@@ -21,7 +21,7 @@ from diptych.simulator.planned_layout import (
 )
 from diptych.simulator.sim import Setting, Simulation
 from diptych.simulator.tiers import SimulatedTiers, TierSizes, WorkerTiers, put_below
-from diptych.simulator.trace import Trace, TraceRequest
+from diptych.simulator.trace import Trace, TraceRequest, block_hash
 from diptych.simulator.worker import SimulatedWorker
 
 from .support import SIMPLE
@@ -151,7 +151,7 @@ def test_a_prompt_finds_what_was_evicted_after_a_load() -> None:
     report = worker.report(worker.now)
     assert report.loaded_tokens == loaded_tokens
     assert report.loading_seconds == pytest.approx(loaded_tokens * 1e-4)
-    assert set(report.stored) & {b"3", b"4"}
+    assert set(report.stored) & {block_hash(3, 0), block_hash(4, 0)}
 
 
 def test_without_room_in_the_pool_nothing_is_loaded() -> None:

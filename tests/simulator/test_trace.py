@@ -9,7 +9,14 @@ import pytest
 from diptych.simulator.errors import SimulationError
 from diptych.simulator.sources import load_trace
 from diptych.simulator.sources.servegen import read_day
-from diptych.simulator.trace import Trace, TraceRequest, all_turns, count_turns
+from diptych.simulator.trace import (
+    Trace,
+    TraceRequest,
+    all_turns,
+    block_id_of,
+    count_turns,
+    looked_up_hashes,
+)
 
 from .support import trace_file
 
@@ -36,7 +43,11 @@ def test_copies_share_the_block_that_most_requests_share_and_nothing_else():
     assert len({one.prompt_block_ids[1] for one in load}) == len(load)
     for one in load:  # what a worker says of its blocks is what the router looks up
         prompt_blocks = one.block_names[: one.prompt_tokens // 512]
-        said = [mark for name in prompt_blocks for mark in trace.looked_up_in_block[name]]
+        said = [
+            mark
+            for index, name in enumerate(prompt_blocks)
+            for mark in looked_up_hashes(block_id_of(name), index, 8)
+        ]
         assert [content for content in one.prompt_hashes if content] == said
 
 

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 from diptych.simulator.attempt import SimulatedAttempt
-from diptych.simulator.trace import Trace, TraceRequest, WorkloadRequest
+from diptych.simulator.trace import Trace, TraceRequest, WorkloadRequest, block_hash
 from diptych.simulator.worker import HOP_S, SimulatedWorker
 
 from .support import SIMPLE
@@ -17,9 +17,7 @@ def request(prompt=1000, output=11, blocks=()):
     """`blocks`: numbers of its blocks that others may have too; the rest are its own."""
     count = (prompt + output) // 64
     own_blocks = range(10_000 * prompt + 100 * output, 10_000 * prompt + 100 * output + count)
-    names = [b"%d" % block for block in (*blocks, *own_blocks)][:count]
-    for name in names:
-        TRACE.looked_up_in_block[name] = (name,)
+    names = [block_hash(block, 0) for block in (*blocks, *own_blocks)][:count]
     return WorkloadRequest(0.0, prompt, output, "", [], names, [], output_limit=output)
 
 
@@ -191,8 +189,8 @@ def test_the_cache_finds_leading_blocks_only_and_evicts_the_tail_first():
     run(worker)
     assert worker.cached_tokens(request(257, 1, blocks=(1, 2, 3, 4))) == 192
     report = worker.report(worker.now)
-    assert sorted(report.stored) == [b"1", b"2", b"3", b"7", b"8"]
-    assert report.evicted == [b"4"]
+    assert sorted(report.stored) == [block_hash(block, 0) for block in (1, 2, 3, 7, 8)]
+    assert report.evicted == [block_hash(4, 0)]
     after = worker.report(worker.now)
     assert (after.stored, after.evicted) == ([], [])
 

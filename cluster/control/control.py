@@ -27,7 +27,7 @@ from . import http, rpc
 from .cluster_operations import ClusterOperations
 from .model_control import ModelControl, SharedPlanning
 from .model_orders import ModelOrders
-from .pod_watch import find_pod_watch
+from .pod_watch import make_pod_watch
 from .serve_watch import ServeWatch, ask_serve_controller, end_serve_controller
 
 GRPC_STOP_S = 1.0  #: For open gRPC calls to end when Control stops.
@@ -58,7 +58,7 @@ class Control:
         await self._watch.start()
         serve_watch = ServeWatch(ask_serve_controller, end_serve_controller)
         self._watching = [asyncio.create_task(serve_watch.run())]
-        pod_watch = find_pod_watch()
+        pod_watch = make_pod_watch()
         if pod_watch is not None:
             self._watching.append(asyncio.create_task(pod_watch.run()))
 

@@ -1,36 +1,45 @@
-"""Tells Kubernetes early which pods nobody reaches any more, so that its Services leave them out.
+"""Marks worker pods that Control cannot reach as not ready, long before Kubernetes does.
 
-Kubernetes gives a node up when it has heard nothing of it for 40 s. Until then its Services lead
-clients to the pods of a node that is dead, and each of these connections ends in a timeout. Control
-knocks at every worker pod of its Ray cluster. Of one whose host is silent it says what Kubernetes
-itself would say later: that the pod is not ready. A kubelet that lives takes that back within
-seconds, as it reports what it sees itself.
+Kubernetes gives a node up when it has heard nothing of it for 40 s, by its defaults. Until then its
+Services lead clients to the pods of a node that is dead, and their connections end in timeouts. So
+Control knocks at the address of every worker pod of its Ray cluster. If nothing comes back, Control
+sets the pod's condition `Ready` to False, as Kubernetes would do later, and Services leave the pod
+out. If the pod's kubelet is alive, it restores the condition with its next report, after 10 s or so.
+Control itself restores nothing.
+
+Not covered: the head's pod, where Control is, and a cluster in which most pods are silent. Then it
+may well be Control's own node that is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
+
+import httpx
 
 from .kuberay import RAYCLUSTER_VARIABLE, runs_on_kuberay
 from .kubernetes import KubernetesApi, raise_if_refused
 from .rayservice import KubernetesObject
+from .serve import ScaleError
 
 log = logging.getLogger(__name__)
 
-LOOK_INTERVAL_S = 1.0  #: From the end of a look at the pods to the next one.
-KNOCK_LIMIT_S = 1.0  #: For a pod's host to answer.
-SILENT_LOOKS = (
-    3  #: Looks in a row in which a pod's host has to be silent. With one, a packet may be lost.
-)
-#: The port of Ray's agent in a worker pod. Any port does: a host that refuses a connection lives.
+LOOK_PAUSE_S = 1.0  #: Between two looks at the pods.
+KNOCK_LIMIT_S = 0.5  #: How long a knock waits for an answer.
+#: A look that takes longer than its knocks may, by so much, says nothing: this process was held up.
+STALL_S = 0.2
+#: A pod is marked after so many silent looks in a row. A single one may be a lost packet.
+SILENT_LOOKS = 2
+#: The port of Ray's agent in a worker pod. Any would do that no policy closes: a refusal is an answer.
 KNOCK_PORT = 52365
-REASON = "Unreachable"  #: By which Kubernetes' users see who said that a pod is not ready.
-MESSAGE = "Diptych's Control gets no answer from this pod's host"
+NOT_READY_REASON = "UnreachableFromControl"  #: `kubectl describe pod` shows it, and the message.
+NOT_READY_MESSAGE = "Diptych's Control gets no answer from this pod's address"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
 
 
@@ -40,30 +49,26 @@ class WorkerPod:
 
     name: str
     address: str  #: Its IP.
-    is_ready: bool  #: Whether Services lead to it.
+    is_ready: bool  #: Whether its condition `Ready` is True.
 
 
 class SilenceCounter:
-    """Which pods to give up (pure)."""
+    """Counts each pod's silent looks in a row; does no input or output."""
 
     def __init__(self) -> None:
-        self._silent_looks: dict[str, int] = {}  #: In a row, until now; by the pod's name.
+        self._silent_looks: dict[str, int] = {}  #: In a row, by the pod's name.
 
-    def lost_pods(self, pods: Sequence[WorkerPod], answering: Iterable[str]) -> list[WorkerPod]:
-        """Return the ready pods that have been silent for `SILENT_LOOKS` looks, this one included.
+    def count_look(self, pods: Sequence[WorkerPod], answering: Set[str]) -> list[WorkerPod]:
+        """Count a look, and return the ready pods that have been silent for `SILENT_LOOKS` or more.
 
-        `pods` are all that there are, `answering` the names of those whose hosts have answered. If
-        none has, nobody is given up: then it may well be Control's host that nobody reaches.
+        `pods` are those that were knocked at, `answering` the names of those that answered. If more
+        than half are silent, none is returned and all counts begin anew.
         """
-        answering = set(answering)
-        if not answering:
+        silent = [pod.name for pod in pods if pod.name not in answering]
+        if 2 * len(silent) > len(pods):
             self._silent_looks = {}
             return []
-        self._silent_looks = {
-            pod.name: self._silent_looks.get(pod.name, 0) + 1
-            for pod in pods
-            if pod.name not in answering
-        }
+        self._silent_looks = {name: self._silent_looks.get(name, 0) + 1 for name in silent}
         return [
             pod
             for pod in pods
@@ -71,16 +76,19 @@ class SilenceCounter:
         ]
 
 
-def worker_pods(answer: KubernetesObject) -> list[WorkerPod]:
-    """Return the pods of a list that have an address and were not told to end (pure)."""
+def worker_pods(pod_list: KubernetesObject) -> list[WorkerPod]:
+    """Return the pods of a list that have an address and are not being deleted (pure)."""
     pods = []
-    for item in answer["items"]:
+    for item in pod_list["items"]:
         status = item.get("status", {})
         address = status.get("podIP")
         if not address or "deletionTimestamp" in item["metadata"]:
             continue
-        ready = [one["status"] for one in status.get("conditions", []) if one["type"] == "Ready"]
-        pods.append(WorkerPod(item["metadata"]["name"], address, is_ready=ready == ["True"]))
+        is_ready = any(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for condition in status.get("conditions", [])
+        )
+        pods.append(WorkerPod(item["metadata"]["name"], address, is_ready))
     return pods
 
 
@@ -89,76 +97,108 @@ def not_ready_patch(now: datetime) -> KubernetesObject:
     condition = {
         "type": "Ready",
         "status": "False",
-        "reason": REASON,
-        "message": MESSAGE,
+        "reason": NOT_READY_REASON,
+        "message": NOT_READY_MESSAGE,
         "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
     return {"status": {"conditions": [condition]}}
 
 
-async def host_answers(address: str, port: int = KNOCK_PORT) -> bool:
-    """Return whether the host of a pod answers a knock, if only by a refusal."""
+async def knock(address: str, port: int = KNOCK_PORT) -> bool:
+    """Return whether something answers at a pod's address, if only by a refusal.
+
+    Raises OSError where this process cannot ask, as without free file descriptors.
+    """
     try:
         async with asyncio.timeout(KNOCK_LIMIT_S):
             _, writer = await asyncio.open_connection(address, port)
     except ConnectionError:
         return True
-    except OSError:  # no route to the host, and the limit of time
+    except TimeoutError:
         return False
+    except OSError as error:
+        if error.errno == errno.EHOSTUNREACH:
+            return False
+        raise
     writer.close()
     return True
 
 
 class PodWatch:
-    """Knocks at the worker pods of the Ray cluster `cluster`, and reports those that are lost."""
+    """Knocks at the worker pods of the Ray cluster `cluster`, and marks the lost ones not ready."""
 
     def __init__(
         self,
         cluster: str,
         kubernetes: KubernetesApi,
-        answers: Callable[[str], Awaitable[bool]] = host_answers,
+        knock_at: Callable[[str], Awaitable[bool]] = knock,
     ) -> None:
         self._cluster = cluster
         self._kubernetes = kubernetes
-        self._answers = answers
+        self._knock_at = knock_at
         self._counter = SilenceCounter()
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Look again and again, until cancelled."""
         while True:
             try:
                 await self.look()
             except Exception as error:  # Kubernetes and the network raise many types
-                log.warning("the pods are not watched: %s", str(error) or type(error).__name__)
-            await asyncio.sleep(LOOK_INTERVAL_S)
+                log.warning("a look at the pods failed: %s", str(error) or type(error).__name__)
+            await asyncio.sleep(LOOK_PAUSE_S)
 
     async def look(self) -> None:
-        """Look once. Raises ScaleError where Kubernetes refuses, and whatever httpx raises."""
-        namespace = self._kubernetes.namespace()
+        """Knock at every pod once, and mark those that are lost.
+
+        Raises ScaleError where Kubernetes refuses to list the pods, and whatever httpx raises.
+        """
+        path = f"/api/v1/namespaces/{self._kubernetes.namespace()}/pods"
         async with self._kubernetes.client() as client:
-            response = await client.get(
-                f"/api/v1/namespaces/{namespace}/pods",
-                params={
-                    "labelSelector": f"ray.io/cluster={self._cluster},ray.io/node-type=worker",
-                    "resourceVersion": "0",  # from the server's cache
-                },
-            )
-            raise_if_refused(response)
-            pods = worker_pods(response.json())
-            answers = await asyncio.gather(*(self._answers(pod.address) for pod in pods))
-            answering = [pod.name for pod, answer in zip(pods, answers, strict=True) if answer]
-            for pod in self._counter.lost_pods(pods, answering):
-                response = await client.patch(
-                    f"/api/v1/namespaces/{namespace}/pods/{pod.name}/status",
-                    json=not_ready_patch(datetime.now(UTC)),
-                    headers={"content-type": STRATEGIC_MERGE_PATCH},
-                )
-                raise_if_refused(response)
-                log.warning("pod %s (%s) is silent: it gets no clients", pod.name, pod.address)
+            pods = await self._list_pods(client, path)
+            answering = await self._knock_at_all(pods)
+            if answering is None:
+                return
+            for pod in self._counter.count_look(pods, answering):
+                await _mark_not_ready(client, path, pod)
+
+    async def _list_pods(self, client: httpx.AsyncClient, path: str) -> list[WorkerPod]:
+        selector = f"ray.io/cluster={self._cluster},ray.io/node-type=worker"
+        # Version 0: from the server's memory, which may be a moment old, and costs it little.
+        parameters = {"labelSelector": selector, "resourceVersion": "0"}
+        response = await client.get(path, params=parameters)
+        raise_if_refused(response)
+        return worker_pods(response.json())
+
+    async def _knock_at_all(self, pods: Sequence[WorkerPod]) -> set[str] | None:
+        """Return the names of the pods that answer; None if this process was held up meanwhile.
+
+        Then limits of time may have passed though answers were there.
+        """
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        answers = await asyncio.gather(*(self._knock_at(pod.address) for pod in pods))
+        if loop.time() - began_at > KNOCK_LIMIT_S + STALL_S:
+            return None
+        return {pod.name for pod, answer in zip(pods, answers, strict=True) if answer}
 
 
-def find_pod_watch() -> PodWatch | None:
-    """Return the watch over the pods of this Ray cluster; None where this is no pod of KubeRay."""
+async def _mark_not_ready(client: httpx.AsyncClient, path: str, pod: WorkerPod) -> None:
+    """Patch a pod's status; a refusal is only logged, as the other pods are to be marked, too."""
+    response = await client.patch(
+        f"{path}/{pod.name}/status",
+        json=not_ready_patch(datetime.now(UTC)),
+        headers={"content-type": STRATEGIC_MERGE_PATCH},
+    )
+    try:
+        raise_if_refused(response)
+    except ScaleError as error:
+        log.warning("pod %s is silent, and stays ready: %s", pod.name, error)
+    else:
+        log.warning("pod %s (%s) is silent: marked as not ready", pod.name, pod.address)
+
+
+def make_pod_watch() -> PodWatch | None:
+    """Return a watch over the pods of this Ray cluster; None where KubeRay has not made it."""
     cluster = os.environ.get(RAYCLUSTER_VARIABLE)
     if not cluster or not runs_on_kuberay():
         return None

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,12 +16,14 @@ from typing import Any
 import pytest
 from diptych.cluster.control.kubernetes import KubernetesApi
 from diptych.cluster.control.pod_watch import (
+    KNOCK_LIMIT_S,
     SILENT_LOOKS,
+    STALL_S,
     PodWatch,
     SilenceCounter,
     WorkerPod,
-    find_pod_watch,
-    host_answers,
+    knock,
+    make_pod_watch,
     not_ready_patch,
     worker_pods,
 )
@@ -32,6 +35,7 @@ class Kubernetes:
 
     def __init__(self) -> None:
         self.ready = {"a": "True", "b": "True"}
+        self.refused: set[str] = set()  #: pods that cannot be patched
         self.asked: list[str] = []
         api = self
 
@@ -54,6 +58,9 @@ class Kubernetes:
                 assert self.headers["content-type"] == "application/strategic-merge-patch+json"
                 *_, name, part = self.path.split("/")
                 assert part == "status"
+                if name in api.refused:
+                    self.send_error(404, "no such pod")
+                    return
                 (condition,) = patch["status"]["conditions"]
                 api.ready[name] = condition["status"]
                 self.answer({})
@@ -89,21 +96,23 @@ A, B = WorkerPod("a", "10.0.0.97", True), WorkerPod("b", "10.0.0.98", True)
 def test_a_pod_is_given_up_after_looks_in_a_row() -> None:
     counter = SilenceCounter()
     for _ in range(SILENT_LOOKS - 1):
-        assert counter.lost_pods([A, B], ["a"]) == []
-    assert counter.lost_pods([A, B], ["a", "b"]) == [], "the count begins anew"
+        assert counter.count_look([A, B], {"a"}) == []
+    assert counter.count_look([A, B], {"a", "b"}) == [], "the count begins anew"
     for _ in range(SILENT_LOOKS - 1):
-        assert counter.lost_pods([A, B], ["a"]) == []
-    assert counter.lost_pods([A, B], ["a"]) == [B]
-    assert counter.lost_pods([A, WorkerPod("b", B.address, False)], ["a"]) == [], "told already"
-    assert counter.lost_pods([A, B], ["a"]) == [B], "a kubelet said otherwise, and it is silent"
+        assert counter.count_look([A, B], {"a"}) == []
+    assert counter.count_look([A, B], {"a"}) == [B]
+    assert counter.count_look([A, WorkerPod("b", B.address, False)], {"a"}) == [], "told already"
+    assert counter.count_look([A, B], {"a"}) == [B], "a kubelet said otherwise, and it is silent"
 
 
-def test_where_nobody_answers_nobody_is_given_up() -> None:
+def test_where_most_are_silent_none_is_given_up() -> None:
     """And such a look counts for nobody: it is Control that is cut off."""
+    third = WorkerPod("c", "10.0.0.99", True)
     counter = SilenceCounter()
     for _ in range(2 * SILENT_LOOKS):
-        assert counter.lost_pods([A, B], []) == []
-    assert counter.lost_pods([A, B], ["a"]) == []
+        assert counter.count_look([A, B], set()) == []
+        assert counter.count_look([A, B, third], {"a"}) == []
+    assert counter.count_look([A, B], {"a"}) == []
 
 
 def test_pods_without_an_address_and_those_that_end_are_left_alone() -> None:
@@ -151,7 +160,45 @@ def test_a_watch_goes_on_when_a_look_fails(
         watching.cancel()
 
     asyncio.run(run())
-    assert "the pods are not watched: no sockets left" in caplog.text
+    assert "a look at the pods failed: no sockets left" in caplog.text
+
+
+def test_a_look_that_was_held_up_says_nothing(kubernetes: Kubernetes, tmp_path: Path) -> None:
+    async def knock_late(address: str) -> bool:
+        time.sleep(KNOCK_LIMIT_S + 2 * STALL_S)  # noqa: ASYNC251  # as code that never awaits does
+        return address == A.address
+
+    async def look(times: int) -> None:
+        for _ in range(times):
+            await watch.look()
+
+    watch = PodWatch("serving-x1", kubernetes.api(tmp_path), knock_late)
+    asyncio.run(look(2 * SILENT_LOOKS))
+    assert kubernetes.ready == {"a": "True", "b": "True"}
+
+
+def test_a_pod_that_cannot_be_marked_does_not_hold_up_the_others(
+    kubernetes: Kubernetes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kubernetes.ready = dict.fromkeys("abcd", "True")
+    kubernetes.refused = {"a"}
+
+    async def answers(address: str) -> bool:
+        return address not in (A.address, B.address)
+
+    async def look() -> None:
+        for _ in range(SILENT_LOOKS):
+            await watch.look()
+
+    watch = PodWatch("serving-x1", kubernetes.api(tmp_path), answers)
+    asyncio.run(look())
+    assert kubernetes.ready == {"a": "True", "b": "False", "c": "True", "d": "True"}
+    assert "pod a is silent, and stays ready" in caplog.text
+
+
+def test_who_cannot_ask_learns_nothing() -> None:
+    with pytest.raises(OSError, match=r"."):
+        asyncio.run(knock("no.such.host.invalid", 9))
 
 
 def test_a_refusal_of_kubernetes_is_an_error(
@@ -166,8 +213,8 @@ def test_a_refusal_of_kubernetes_is_an_error(
 def test_a_host_that_refuses_lives_and_one_that_says_nothing_does_not() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        assert asyncio.run(host_answers("127.0.0.1", port))
-    assert asyncio.run(host_answers("127.0.0.1", port)), "nobody listens there any more"
+        assert asyncio.run(knock("127.0.0.1", port))
+    assert asyncio.run(knock("127.0.0.1", port)), "nobody listens there any more"
     with socket.socket() as server:  # its queue is full: Linux drops what comes then
         server.bind(("127.0.0.1", 0))
         server.listen(0)
@@ -175,10 +222,10 @@ def test_a_host_that_refuses_lives_and_one_that_says_nothing_does_not() -> None:
         with socket.create_connection(address), socket.socket() as second:
             second.setblocking(False)
             second.connect_ex(address)
-            assert not asyncio.run(host_answers(*address))
+            assert not asyncio.run(knock(*address))
 
 
 def test_there_is_no_watch_outside_of_kuberay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DIPTYCH_RAYSERVICE", raising=False)
     monkeypatch.setenv("RAY_CLUSTER_NAME", "serving-x1")
-    assert find_pod_watch() is None
+    assert make_pod_watch() is None

@@ -451,17 +451,24 @@ class ServedModel:
         return missing_parts
 
     def missing_parts(self) -> list[str]:
-        """Returns what a request cannot do without, of which there is none."""
+        """Returns what a request cannot do without, of which there is none.
+
+        A gateway that has lost its router still serves: it places requests itself, on the workers
+        that it is connected with. One that has met no worker yet waits for the router.
+        """
         if self.generator.closed:
             return ["gateway"]
-        if not self.plane.link.connected:
-            return ["router"]
+        has_router = self.plane.link.connected
         roles = {card.role for card in self.plane.cards.values()}
+        if not has_router:
+            roles = self.plane.reachable_roles
+            if not roles:
+                return ["router"]
         needed_roles = {"decode"}
         if self.config.router.disaggregate == "always":
             needed_roles.add("prefill")  # with `auto`, decode workers compute prompts without one
         missing_roles = sorted(needed_roles - roles)
-        if not missing_roles and not self.plane.ready:
+        if not missing_roles and has_router and not self.plane.ready:
             return ["connections"]
         return missing_roles
 

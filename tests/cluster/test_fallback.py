@@ -123,6 +123,15 @@ def counts(placed: list[f.AttemptPlaced]) -> Counter[str | None]:
 EACH_FULL = dict.fromkeys((known.card.id for known in (P, Q, D, E)), ATTEMPTS_MAX)
 
 
+async def test_the_roles_that_are_reached_are_those_of_workers_that_speak() -> None:
+    plane = Alone().plane
+    assert plane.reachable_roles == {"prefill", "decode"}
+    plane._workers["decode/d"].suspected = True
+    assert plane.reachable_roles == {"prefill", "decode"}
+    plane._workers["decode/e"].closed = True
+    assert plane.reachable_roles == {"prefill"}
+
+
 async def test_many_that_wait_together_fill_each_worker_up_to_its_limit() -> None:
     alone = Alone()
     alone.plane._wait_for_newer_router()

@@ -153,3 +153,27 @@ def test_only_a_router_that_always_disaggregates_needs_a_prefill_worker(
     plane.cards = {"decode/0": SimpleNamespace(role="decode")}
     plane.ready = True
     assert model.missing() == missing
+
+
+@pytest.mark.parametrize(
+    ("disaggregate", "roles", "missing"),
+    [
+        ("auto", set(), ["router"]),
+        ("auto", {"prefill"}, ["decode"]),
+        ("auto", {"decode"}, []),
+        ("always", {"decode"}, ["prefill"]),
+        ("always", {"decode", "prefill"}, []),
+    ],
+)
+def test_a_gateway_without_its_router_serves_with_the_workers_that_it_reaches(
+    disaggregate: str, roles: set[str], missing: list[str]
+) -> None:
+    """Load balancers leave out what is not ready: all gateways at once, if one router ends."""
+    model = served_model()
+    model.config = ClusterConfig.model_validate({"router": {"disaggregate": disaggregate}})
+    plane: Any = model.plane
+    plane.link.connected = False
+    plane.cards = {"decode/0": SimpleNamespace(role="decode")}  # and is dead, unless it is reached
+    plane.reachable_roles = roles
+    plane.ready = False
+    assert model.missing() == missing

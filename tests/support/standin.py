@@ -75,6 +75,7 @@ class Workers:
         roles = ("prefill", "decode")
         self.cards = {role: SimpleNamespace(role=role, max_model_len=0) for role in roles}
         self.ready = True
+        self.reachable_roles: set[str] = set()  #: without a router
 
     # ---- what a gateway asks of its plane --------------------------------------------------------
 

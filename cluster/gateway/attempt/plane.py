@@ -234,6 +234,11 @@ class Plane:
             self.link.connected and bool(self.cards) and self.cards.keys() <= self._workers.keys()
         )
 
+    @property
+    def reachable_roles(self) -> set[str]:
+        """The roles of the workers that get attempts while there is no router."""
+        return {worker.card.role for worker in self._known_workers()}
+
     def connected(self, worker: str) -> bool:
         """Returns whether a worker, by its id, can get frames now."""
         connection = self._workers.get(worker)

@@ -430,9 +430,9 @@ def _disruption_budget(spec: Manifest, pod_templates: list[Manifest]) -> Iterato
 
 
 def _account(documents: list[Manifest], binding: Manifest, service: Manifest) -> Iterator[str]:
-    """Checks that the head's account may change its RayService and Ray clusters, and nothing else.
+    """Checks what the head's account may change: its RayService, Ray clusters, pods' statuses.
 
-    Control runs on the head and sets the counts of replicas and of pods there.
+    Control runs on the head. It sets the counts of replicas and of pods, and marks lost pods.
     """
     by_name = {(document["kind"], document["metadata"]["name"]): document for document in documents}
     role = by_name.get((binding["roleRef"]["kind"], binding["roleRef"]["name"]))

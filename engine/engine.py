@@ -494,7 +494,7 @@ class Engine:
             stop = min(start + SCORED_ROWS, end)
             rows = torch.arange(start, stop) + first_row - computed
             logits = self._model.logits(hidden, rows)
-            next_ids = sequence.token_ids[start + 1 : stop + 1]
+            next_ids = list(sequence.token_ids[start + 1 : stop + 1])
             if self._pipeline and self._pipeline.can_score(logprob_count):
                 pending.append(
                     self._pipeline.score(logits, next_ids, logprob_count, position=start + 1)

@@ -279,7 +279,7 @@ def current_state(sequence: Sequence, grammars: GrammarCompiler | None) -> Sampl
         state.matcher = grammars.matcher(grammar, sequence.sampling.stop_ids)
     consumed = state.matcher.consumed_tokens
     if consumed < sequence.generated_tokens:
-        state.matcher.consume(sequence.token_ids[sequence.prompt_tokens + consumed :])
+        state.matcher.consume(list(sequence.token_ids[sequence.prompt_tokens + consumed :]))
     return state
 
 

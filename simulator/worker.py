@@ -431,7 +431,8 @@ class SimulatedWorker:
         for sequence, tokens in plan.prefill:
             self._book_chunks(sequence, tokens * steps.count, ended, filled)
         count = steps.count - steps.booked
-        for sequence in plan.decode:
+        # None is left if the steps were interrupted at the end of one that was booked already.
+        for sequence in plan.decode if count else ():
             attempt = self._attempt_of(sequence)
             if attempt is None:
                 continue

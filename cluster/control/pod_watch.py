@@ -1,11 +1,11 @@
 """Marks worker pods that Control cannot reach as not ready, long before Kubernetes does.
 
-Kubernetes gives a node up when it has heard nothing of it for 40 s, by its defaults. Until then its
-Services lead clients to the pods of a node that is dead, and their connections end in timeouts. So
+Kubernetes gives a node up when it has heard nothing of it for 40 or 50 s, by its defaults. Until
+then its Services lead clients to the pods of a node that is dead, and their connections end in timeouts. So
 Control knocks at the address of every worker pod of its Ray cluster. If nothing comes back, Control
 sets the pod's condition `Ready` to False, as Kubernetes would do later, and Services leave the pod
 out. If the pod's kubelet is alive, it restores the condition with its next report, after 10 s or so.
-Control itself restores nothing.
+Control itself restores nothing, and marks a pod again only after that has answered once.
 
 Not covered: the head's pod, where Control is, and a cluster in which most pods are silent. Then it
 may well be Control's own node that is cut off.
@@ -36,8 +36,9 @@ KNOCK_LIMIT_S = 0.5  #: How long a knock waits for an answer.
 STALL_S = 0.2
 #: A pod is marked after so many silent looks in a row. A single one may be a lost packet.
 SILENT_LOOKS = 2
-#: The port of Ray's agent in a worker pod. Any would do that no policy closes: a refusal is an answer.
-KNOCK_PORT = 52365
+#: Nobody listens there: the refusal is the answer, and no process is bothered.
+KNOCK_PORT = 1
+CLIENT_LOOKS = 100  #: Looks with one connection to Kubernetes, which renews the pod's token.
 NOT_READY_REASON = "UnreachableFromControl"  #: `kubectl describe pod` shows it, and the message.
 NOT_READY_MESSAGE = "Diptych's Control gets no answer from this pod's address"
 STRATEGIC_MERGE_PATCH = "application/strategic-merge-patch+json"
@@ -57,23 +58,30 @@ class SilenceCounter:
 
     def __init__(self) -> None:
         self._silent_looks: dict[str, int] = {}  #: In a row, by the pod's name.
+        self._lost: set[str] = set()  #: Names that were returned, and have not answered since.
 
     def count_look(self, pods: Sequence[WorkerPod], answering: Set[str]) -> list[WorkerPod]:
         """Count a look, and return the ready pods that have been silent for `SILENT_LOOKS` or more.
 
-        `pods` are those that were knocked at, `answering` the names of those that answered. If more
-        than half are silent, none is returned and all counts begin anew.
+        `pods` are those that were knocked at, `answering` the names of those that answered. A pod
+        is returned once, until it has answered. If more than half are silent, none is returned and
+        all counts begin anew.
         """
         silent = [pod.name for pod in pods if pod.name not in answering]
+        self._lost &= set(silent)
         if 2 * len(silent) > len(pods):
             self._silent_looks = {}
             return []
         self._silent_looks = {name: self._silent_looks.get(name, 0) + 1 for name in silent}
-        return [
+        lost = [
             pod
             for pod in pods
-            if pod.is_ready and self._silent_looks.get(pod.name, 0) >= SILENT_LOOKS
+            if pod.is_ready
+            and pod.name not in self._lost
+            and self._silent_looks.get(pod.name, 0) >= SILENT_LOOKS
         ]
+        self._lost |= {pod.name for pod in lost}
+        return lost
 
 
 def worker_pods(pod_list: KubernetesObject) -> list[WorkerPod]:
@@ -142,24 +150,26 @@ class PodWatch:
         """Look again and again, until cancelled."""
         while True:
             try:
-                await self.look()
+                async with self._kubernetes.client() as client:
+                    for _ in range(CLIENT_LOOKS):
+                        await self.look(client)
+                        await asyncio.sleep(LOOK_PAUSE_S)
             except Exception as error:  # Kubernetes and the network raise many types
                 log.warning("a look at the pods failed: %s", str(error) or type(error).__name__)
-            await asyncio.sleep(LOOK_PAUSE_S)
+                await asyncio.sleep(LOOK_PAUSE_S)
 
-    async def look(self) -> None:
+    async def look(self, client: httpx.AsyncClient) -> None:
         """Knock at every pod once, and mark those that are lost.
 
         Raises ScaleError where Kubernetes refuses to list the pods, and whatever httpx raises.
         """
         path = f"/api/v1/namespaces/{self._kubernetes.namespace()}/pods"
-        async with self._kubernetes.client() as client:
-            pods = await self._list_pods(client, path)
-            answering = await self._knock_at_all(pods)
-            if answering is None:
-                return
-            for pod in self._counter.count_look(pods, answering):
-                await _mark_not_ready(client, path, pod)
+        pods = await self._list_pods(client, path)
+        answering = await self._knock_at_all(pods)
+        if answering is None:
+            return
+        for pod in self._counter.count_look(pods, answering):
+            await _mark_not_ready(client, path, pod)
 
     async def _list_pods(self, client: httpx.AsyncClient, path: str) -> list[WorkerPod]:
         selector = f"ray.io/cluster={self._cluster},ray.io/node-type=worker"

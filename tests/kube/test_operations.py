@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from diptych.cluster.control.pod_watch import NOT_READY_REASON
 
 from . import box, settings
 from .conftest import make_secret
@@ -21,6 +22,7 @@ TABLE = settings.FOLDER / "operations.md"
 LOAD_S = 40
 LONG_LOAD_S = 330
 CHANGE_LIMIT_S = 180.0
+NODE_GRACE_S = 20.0  #: After that the box's Kubernetes gives up a node that says nothing.
 UPGRADE_LIMIT_S = 300.0  #: A second Ray cluster took 220 s on two busy cores.
 
 
@@ -298,8 +300,19 @@ def test_a_node_with_one_of_two_gateways_dies(release: Release) -> None:
     nodes = {release.get("pod", name)["spec"]["nodeName"] for name in _gateway_pods(release)}
     others = sorted(nodes - {head_node})
     assert others, "both gateways are on the head's node"
+    lost_pod = next(
+        name
+        for name in _gateway_pods(release)
+        if release.get("pod", name)["spec"]["nodeName"] == others[0]
+    )
+
+    def is_marked_by_control() -> bool:
+        conditions = release.get("pod", lost_pod)["status"]["conditions"]
+        return any(one.get("reason") == NOT_READY_REASON for one in conditions)
+
     try:
         with under_load(release, "a node with one of two gateways dies", 60, may_fail=True):
             box.kill_node(others[0])
+            wait_until(is_marked_by_control, NODE_GRACE_S, "Control has not marked the pod")
     finally:
         box.revive_node(others[0])

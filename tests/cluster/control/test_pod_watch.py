@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from diptych.cluster.control import kuberay
 from diptych.cluster.control.kubernetes import KubernetesApi
 from diptych.cluster.control.pod_watch import (
     KNOCK_LIMIT_S,
@@ -90,6 +92,15 @@ def pod(name: str, ready: str = "True", **metadata: str) -> dict[str, Any]:
     }
 
 
+def look(watch: PodWatch, api: KubernetesApi, times: int = 1) -> None:
+    async def look_often() -> None:
+        async with api.client() as client:
+            for _ in range(times):
+                await watch.look(client)
+
+    asyncio.run(look_often())
+
+
 A, B = WorkerPod("a", "10.0.0.97", True), WorkerPod("b", "10.0.0.98", True)
 
 
@@ -101,16 +112,21 @@ def test_a_pod_is_given_up_after_looks_in_a_row() -> None:
     for _ in range(SILENT_LOOKS - 1):
         assert counter.count_look([A, B], {"a"}) == []
     assert counter.count_look([A, B], {"a"}) == [B]
-    assert counter.count_look([A, WorkerPod("b", B.address, False)], {"a"}) == [], "told already"
-    assert counter.count_look([A, B], {"a"}) == [B], "a kubelet said otherwise, and it is silent"
+    assert counter.count_look([A, WorkerPod("b", B.address, False)], {"a"}) == []
+    assert counter.count_look([A, B], {"a"}) == [], "a kubelet said otherwise: it lives"
+    assert counter.count_look([A, B], {"a", "b"}) == []
+    for _ in range(SILENT_LOOKS - 1):
+        assert counter.count_look([A, B], {"a"}) == []
+    assert counter.count_look([A, B], {"a"}) == [B], "it has answered in between"
 
 
 def test_where_most_are_silent_none_is_given_up() -> None:
     """And such a look counts for nobody: it is Control that is cut off."""
     third = WorkerPod("c", "10.0.0.99", True)
     counter = SilenceCounter()
-    for _ in range(2 * SILENT_LOOKS):
-        assert counter.count_look([A, B], set()) == []
+    for number in range(2 * SILENT_LOOKS):
+        # Each second look would be enough, if the one between did not make the count begin anew.
+        assert counter.count_look([A, B], {"a"} if number % 2 else set()) == []
         assert counter.count_look([A, B, third], {"a"}) == []
     assert counter.count_look([A, B], {"a"}) == []
 
@@ -132,16 +148,14 @@ def test_a_silent_pod_is_reported_to_kubernetes(kubernetes: Kubernetes, tmp_path
     async def answers(address: str) -> bool:
         return address == A.address
 
-    async def look(times: int) -> None:
-        for _ in range(times):
-            await watch.look()
-
     watch = PodWatch("serving-x1", kubernetes.api(tmp_path), answers)
-    asyncio.run(look(SILENT_LOOKS - 1))
+    look(watch, kubernetes.api(tmp_path), SILENT_LOOKS - 1)
     assert kubernetes.ready == {"a": "True", "b": "True"}
-    asyncio.run(look(1))
+    look(watch, kubernetes.api(tmp_path))
     assert kubernetes.ready == {"a": "True", "b": "False"}
-    assert "ray.io%2Fcluster%3Dserving-x1" in kubernetes.asked[0]
+    asked = urllib.parse.parse_qs(urllib.parse.urlsplit(kubernetes.asked[0]).query)
+    # The head would answer itself.
+    assert asked["labelSelector"] == ["ray.io/cluster=serving-x1,ray.io/node-type=worker"]
 
 
 def test_a_watch_goes_on_when_a_look_fails(
@@ -168,12 +182,8 @@ def test_a_look_that_was_held_up_says_nothing(kubernetes: Kubernetes, tmp_path: 
         time.sleep(KNOCK_LIMIT_S + 2 * STALL_S)  # noqa: ASYNC251  # as code that never awaits does
         return address == A.address
 
-    async def look(times: int) -> None:
-        for _ in range(times):
-            await watch.look()
-
     watch = PodWatch("serving-x1", kubernetes.api(tmp_path), knock_late)
-    asyncio.run(look(2 * SILENT_LOOKS))
+    look(watch, kubernetes.api(tmp_path), 2 * SILENT_LOOKS)
     assert kubernetes.ready == {"a": "True", "b": "True"}
 
 
@@ -186,12 +196,8 @@ def test_a_pod_that_cannot_be_marked_does_not_hold_up_the_others(
     async def answers(address: str) -> bool:
         return address not in (A.address, B.address)
 
-    async def look() -> None:
-        for _ in range(SILENT_LOOKS):
-            await watch.look()
-
     watch = PodWatch("serving-x1", kubernetes.api(tmp_path), answers)
-    asyncio.run(look())
+    look(watch, kubernetes.api(tmp_path), SILENT_LOOKS)
     assert kubernetes.ready == {"a": "True", "b": "False", "c": "True", "d": "True"}
     assert "pod a is silent, and stays ready" in caplog.text
 
@@ -207,7 +213,7 @@ def test_a_refusal_of_kubernetes_is_an_error(
     handler = kubernetes.server.RequestHandlerClass
     monkeypatch.setattr(handler, "do_GET", lambda request: request.send_error(403, "forbidden"))
     with pytest.raises(ScaleError, match="403"):
-        asyncio.run(PodWatch("serving-x1", kubernetes.api(tmp_path)).look())
+        look(PodWatch("serving-x1", kubernetes.api(tmp_path)), kubernetes.api(tmp_path))
 
 
 def test_a_host_that_refuses_lives_and_one_that_says_nothing_does_not() -> None:
@@ -225,7 +231,14 @@ def test_a_host_that_refuses_lives_and_one_that_says_nothing_does_not() -> None:
             assert not asyncio.run(knock(*address))
 
 
-def test_there_is_no_watch_outside_of_kuberay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DIPTYCH_RAYSERVICE", raising=False)
+def test_a_watch_is_made_in_a_pod_of_kuberay_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kuberay, "ACCOUNT_FOLDER", tmp_path)
     monkeypatch.setenv("RAY_CLUSTER_NAME", "serving-x1")
+    monkeypatch.setenv("DIPTYCH_RAYSERVICE", "serving")
+    assert make_pod_watch() is None, "without an account"
+    (tmp_path / "token").write_text("word")
+    assert make_pod_watch() is not None
+    monkeypatch.delenv("RAY_CLUSTER_NAME")
     assert make_pod_watch() is None

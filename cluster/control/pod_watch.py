@@ -1,11 +1,12 @@
 """Marks worker pods that Control cannot reach as not ready, long before Kubernetes does.
 
 Kubernetes gives a node up when it has heard nothing of it for 40 or 50 s, by its defaults. Until
-then its Services lead clients to the pods of a node that is dead, and their connections end in timeouts. So
-Control knocks at the address of every worker pod of its Ray cluster. If nothing comes back, Control
-sets the pod's condition `Ready` to False, as Kubernetes would do later, and Services leave the pod
-out. If the pod's kubelet is alive, it restores the condition with its next report, after 10 s or so.
-Control itself restores nothing, and marks a pod again only after that has answered once.
+then its Services lead clients to the pods of a node that is dead, and their connections end in
+timeouts. So Control knocks at the address of every worker pod of its Ray cluster. If nothing comes
+back, Control sets the pod's condition `Ready` to False, as Kubernetes would do later, and Services
+leave the pod out. If the pod's kubelet is alive, it restores the condition with its next report,
+after 10 s or so. Control itself restores nothing, and marks a pod again only after that has
+answered once.
 
 Not covered: the head's pod, where Control is, and a cluster in which most pods are silent. Then it
 may well be Control's own node that is cut off.
@@ -58,30 +59,32 @@ class SilenceCounter:
 
     def __init__(self) -> None:
         self._silent_looks: dict[str, int] = {}  #: In a row, by the pod's name.
-        self._lost: set[str] = set()  #: Names that were returned, and have not answered since.
+        self._marked: set[str] = set()  #: Names of marked pods that have not answered since.
 
     def count_look(self, pods: Sequence[WorkerPod], answering: Set[str]) -> list[WorkerPod]:
         """Count a look, and return the ready pods that have been silent for `SILENT_LOOKS` or more.
 
         `pods` are those that were knocked at, `answering` the names of those that answered. A pod
-        is returned once, until it has answered. If more than half are silent, none is returned and
-        all counts begin anew.
+        that was marked is not returned again before it has answered. If more than half are silent,
+        none is returned and all counts begin anew.
         """
         silent = [pod.name for pod in pods if pod.name not in answering]
-        self._lost &= set(silent)
+        self._marked &= set(silent)
         if 2 * len(silent) > len(pods):
             self._silent_looks = {}
             return []
         self._silent_looks = {name: self._silent_looks.get(name, 0) + 1 for name in silent}
-        lost = [
+        return [
             pod
             for pod in pods
             if pod.is_ready
-            and pod.name not in self._lost
+            and pod.name not in self._marked
             and self._silent_looks.get(pod.name, 0) >= SILENT_LOOKS
         ]
-        self._lost |= {pod.name for pod in lost}
-        return lost
+
+    def note_marked(self, pod: WorkerPod) -> None:
+        """Note that Kubernetes has taken the pod for not ready."""
+        self._marked.add(pod.name)
 
 
 def worker_pods(pod_list: KubernetesObject) -> list[WorkerPod]:
@@ -169,7 +172,8 @@ class PodWatch:
         if answering is None:
             return
         for pod in self._counter.count_look(pods, answering):
-            await _mark_not_ready(client, path, pod)
+            if await _mark_not_ready(client, path, pod):
+                self._counter.note_marked(pod)
 
     async def _list_pods(self, client: httpx.AsyncClient, path: str) -> list[WorkerPod]:
         selector = f"ray.io/cluster={self._cluster},ray.io/node-type=worker"
@@ -192,19 +196,24 @@ class PodWatch:
         return {pod.name for pod, answer in zip(pods, answers, strict=True) if answer}
 
 
-async def _mark_not_ready(client: httpx.AsyncClient, path: str, pod: WorkerPod) -> None:
-    """Patch a pod's status; a refusal is only logged, as the other pods are to be marked, too."""
-    response = await client.patch(
-        f"{path}/{pod.name}/status",
-        json=not_ready_patch(datetime.now(UTC)),
-        headers={"content-type": STRATEGIC_MERGE_PATCH},
-    )
+async def _mark_not_ready(client: httpx.AsyncClient, path: str, pod: WorkerPod) -> bool:
+    """Patch a pod's status, and return whether Kubernetes has taken it.
+
+    A failure is only logged: the other pods are to be marked, too.
+    """
     try:
+        response = await client.patch(
+            f"{path}/{pod.name}/status",
+            json=not_ready_patch(datetime.now(UTC)),
+            headers={"content-type": STRATEGIC_MERGE_PATCH},
+        )
         raise_if_refused(response)
-    except ScaleError as error:
-        log.warning("pod %s is silent, and stays ready: %s", pod.name, error)
-    else:
-        log.warning("pod %s (%s) is silent: marked as not ready", pod.name, pod.address)
+    except (ScaleError, httpx.HTTPError) as error:
+        reason = str(error) or type(error).__name__
+        log.warning("pod %s is silent, and stays ready: %s", pod.name, reason)
+        return False
+    log.warning("pod %s (%s) is silent: marked as not ready", pod.name, pod.address)
+    return True
 
 
 def make_pod_watch() -> PodWatch | None:

@@ -130,6 +130,10 @@ async def test_the_roles_that_are_reached_are_those_of_workers_that_speak() -> N
     assert plane.reachable_roles == {"prefill", "decode"}
     plane._workers["decode/e"].closed = True
     assert plane.reachable_roles == {"prefill"}
+    plane._wait_for_newer_router()
+    assert plane.reachable_roles == set(), "workers would refuse what it places"
+    plane._router_lost(silent_s=0.0)
+    assert plane.reachable_roles == {"prefill"}, "what comes now waits for a moment"
 
 
 async def test_many_that_wait_together_fill_each_worker_up_to_its_limit() -> None:

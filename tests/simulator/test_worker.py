@@ -318,3 +318,17 @@ def test_prompts_without_deadlines_are_computed_as_they_come():
     worker = make_worker()
     attempts = [prefilling(worker, tokens) for tokens in (5000, 4000, 6000)]
     assert [attempt for _, _, filled in run(worker) for attempt in filled] == attempts
+
+
+def test_an_end_between_two_steps_takes_no_step_and_adds_none():
+    """Both steps and tokens until then were booked, and the end interrupts at the very same moment."""
+    worker = make_worker()
+    stays, leaves = decoding(worker, 1000, 50), decoding(worker, 900, 50)
+    worker.settle(0.0)
+    assert worker.steps is not None
+    border = worker.steps.end_of(3)
+    worker.catch_up(border)
+    assert worker.answer_tokens(stays) == 1 + 3
+    worker.release(leaves)
+    worker.settle(border)
+    assert worker.answer_tokens(stays) == 1 + 3

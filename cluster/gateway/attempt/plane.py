@@ -236,7 +236,14 @@ class Plane:
 
     @property
     def reachable_roles(self) -> set[str]:
-        """The roles of the workers that get attempts while there is no router."""
+        """The roles of the workers that get attempts while there is no router.
+
+        None where this gateway places nothing itself: it has met no router yet, or workers know a
+        newer one.
+        """
+        goes_on_alone = self._without_router or self._fallback_timer is not None
+        if not goes_on_alone:
+            return set()
         return {worker.card.role for worker in self._known_workers()}
 
     def connected(self, worker: str) -> bool:

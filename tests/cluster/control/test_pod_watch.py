@@ -38,6 +38,7 @@ class Kubernetes:
     def __init__(self) -> None:
         self.ready = {"a": "True", "b": "True"}
         self.refused: set[str] = set()  #: pods that cannot be patched
+        self.broken: set[str] = set()  #: pods at whose patches the connection ends
         self.asked: list[str] = []
         api = self
 
@@ -62,6 +63,9 @@ class Kubernetes:
                 assert part == "status"
                 if name in api.refused:
                     self.send_error(404, "no such pod")
+                    return
+                if name in api.broken:
+                    self.close_connection = True
                     return
                 (condition,) = patch["status"]["conditions"]
                 api.ready[name] = condition["status"]
@@ -112,6 +116,8 @@ def test_a_pod_is_given_up_after_looks_in_a_row() -> None:
     for _ in range(SILENT_LOOKS - 1):
         assert counter.count_look([A, B], {"a"}) == []
     assert counter.count_look([A, B], {"a"}) == [B]
+    assert counter.count_look([A, B], {"a"}) == [B], "Kubernetes has not taken it"
+    counter.note_marked(B)
     assert counter.count_look([A, WorkerPod("b", B.address, False)], {"a"}) == []
     assert counter.count_look([A, B], {"a"}) == [], "a kubelet said otherwise: it lives"
     assert counter.count_look([A, B], {"a", "b"}) == []
@@ -187,11 +193,12 @@ def test_a_look_that_was_held_up_says_nothing(kubernetes: Kubernetes, tmp_path: 
     assert kubernetes.ready == {"a": "True", "b": "True"}
 
 
+@pytest.mark.parametrize("failure", ["refused", "broken"])
 def test_a_pod_that_cannot_be_marked_does_not_hold_up_the_others(
-    kubernetes: Kubernetes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kubernetes: Kubernetes, tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
     kubernetes.ready = dict.fromkeys("abcd", "True")
-    kubernetes.refused = {"a"}
+    setattr(kubernetes, failure, {"a"})
 
     async def answers(address: str) -> bool:
         return address not in (A.address, B.address)
@@ -200,6 +207,9 @@ def test_a_pod_that_cannot_be_marked_does_not_hold_up_the_others(
     look(watch, kubernetes.api(tmp_path), SILENT_LOOKS)
     assert kubernetes.ready == {"a": "True", "b": "False", "c": "True", "d": "True"}
     assert "pod a is silent, and stays ready" in caplog.text
+    setattr(kubernetes, failure, set())
+    look(watch, kubernetes.api(tmp_path))
+    assert kubernetes.ready["a"] == "False", "it is tried again"
 
 
 def test_who_cannot_ask_learns_nothing() -> None:

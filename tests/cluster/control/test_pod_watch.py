@@ -65,7 +65,7 @@ class Kubernetes:
                     self.send_error(404, "no such pod")
                     return
                 if name in api.broken:
-                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
                     return
                 (condition,) = patch["status"]["conditions"]
                 api.ready[name] = condition["status"]

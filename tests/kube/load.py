@@ -2,29 +2,33 @@
 
     ip netns exec diptych-box python -m tests.kube.load URL SECONDS CLIENTS
 
+The clients are OpenAI's Python SDK as it comes: it repeats a call twice that cannot connect or is
+answered with 429 or 5xx, and a stream that has begun never. The report counts what was repeated.
 Greedy answers to the same question must be the same: a stream that differs counts as wrong.
+SIGTERM ends the load 20 s later, so that it also sees what comes after a change.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import signal
 import sys
 import time
 from dataclasses import dataclass, field
 
-import httpx
+from openai import AsyncOpenAI, Timeout
 
 QUESTIONS = 7
 MAX_TOKENS = 48
 PAUSE_S = 0.15  #: Between a client's requests.
 PAUSE_AFTER_FAILURE_S = 0.3
 NOTABLE_GAP_S = 1.5
-TIMEOUT = httpx.Timeout(30, connect=3)
+AFTERMATH_S = 20.0  #: How long the load goes on after SIGTERM.
+TIMEOUT = Timeout(30, connect=5)  #: The SDK's for a connection, and a shorter one to wait.
 
 
 class StreamFailed(Exception):
-    """A stream ended without its closing line. The message says how."""
+    """A stream ended without a reason why its answer is complete."""
 
 
 @dataclass(slots=True)
@@ -32,6 +36,7 @@ class LoadReport:
     """What all clients together noticed."""
 
     sent: int = 0
+    repeated: int = 0  #: Attempts that the SDK made again, of calls that were answered in the end.
     completed: int = 0
     wrong: int = 0  #: Streams that completed with another text than before.
     failures: list[str] = field(default_factory=list)  #: A sentence for each, with its time.
@@ -42,8 +47,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.sent} sent, {self.completed} completed, {len(self.failures)} failed, "
-            f"{self.wrong} wrong; longest gap between ends {self.longest_gap_s:.1f} s "
+            f"{self.sent} sent, {self.repeated} repeated, {self.completed} completed, "
+            f"{len(self.failures)} failed, {self.wrong} wrong; longest gap between ends {self.longest_gap_s:.1f} s "
             f"(at {self.longest_gap_at_s:.0f} s), longest stream {self.longest_stream_s:.1f} s"
         )
 
@@ -58,29 +63,37 @@ class LoadClients:
         self._texts: dict[int, str] = {}  #: The first answer to each question.
 
     async def run(self, clients: int) -> LoadReport:
-        # A connection for each request, so that each one meets the service as it is then.
-        limits = httpx.Limits(max_keepalive_connections=0)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._end_soon)
         async with (
-            httpx.AsyncClient(timeout=TIMEOUT, limits=limits) as http,
+            AsyncOpenAI(
+                base_url=f"{self._url}/v1",
+                api_key="none",
+                timeout=TIMEOUT,
+                # A connection for each request, so that each one meets the service as it is then.
+                default_headers={"Connection": "close"},
+            ) as client,
             asyncio.TaskGroup() as group,
         ):
             for number in range(clients):
-                group.create_task(self._be_client(http, number))
+                group.create_task(self._be_client(client, number))
         return self.report
 
-    async def _be_client(self, http: httpx.AsyncClient, number: int) -> None:
+    def _end_soon(self) -> None:
+        self._end = min(self._end, time.monotonic() + AFTERMATH_S)
+
+    async def _be_client(self, client: AsyncOpenAI, number: int) -> None:
         question = number
         while time.monotonic() < self._end:
             question = (question + 1) % QUESTIONS
-            await self._send(http, question)
+            await self._send(client, question)
             await asyncio.sleep(PAUSE_S)
 
-    async def _send(self, http: httpx.AsyncClient, question: int) -> None:
+    async def _send(self, client: AsyncOpenAI, question: int) -> None:
         self.report.sent += 1
         began = time.monotonic()
         try:
-            text = await self._stream(http, question)
-        except (StreamFailed, httpx.HTTPError) as error:
+            text = await self._stream(client, question)
+        except Exception as error:  # the SDK's, those of the HTTP library beneath it, ours
             at_s = time.monotonic() - self._began
             self.report.failures.append(f"{at_s:.1f} s: {error!r}")
             await asyncio.sleep(PAUSE_AFTER_FAILURE_S)
@@ -96,30 +109,24 @@ class LoadClients:
         if self._texts.setdefault(question, text) != text:
             self.report.wrong += 1
 
-    async def _stream(self, http: httpx.AsyncClient, question: int) -> str:
-        body = {
-            "model": "demo",
-            "stream": True,
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-            "messages": [{"role": "user", "content": f"What is prefill? Number {question}"}],
-        }
+    async def _stream(self, client: AsyncOpenAI, question: int) -> str:
+        answer = await client.chat.completions.with_raw_response.create(
+            model="demo",
+            stream=True,
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            messages=[{"role": "user", "content": f"What is prefill? Number {question}"}],
+        )
         text = ""
-        async with http.stream("POST", f"{self._url}/v1/chat/completions", json=body) as response:
-            if response.status_code != httpx.codes.OK:
-                content = (await response.aread())[:160]
-                raise StreamFailed(f"HTTP {response.status_code} {content!r}")
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    return text
-                if not line.startswith("data: "):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise StreamFailed(f"error in the stream: {event['error']}")
-                for choice in event["choices"]:
-                    text += choice["delta"].get("content") or ""
-        raise StreamFailed("the stream ended without its closing line")
+        finish_reason = None
+        self.report.repeated += answer.retries_taken
+        async for chunk in answer.parse():
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                finish_reason = choice.finish_reason or finish_reason
+        if finish_reason is None:
+            raise StreamFailed(f"the stream ended after {len(text)} characters without a reason")
+        return text
 
 
 def main(arguments: list[str]) -> None:

@@ -18,6 +18,7 @@ from .api import Object
 
 SERVING_LIMIT_S = 240.0
 ORDER_LIMIT_S = 120.0
+RECOVERY_LIMIT_S = 180.0
 
 
 class Release:
@@ -55,10 +56,13 @@ class Release:
 
     def diptych(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the command line in the head's pod, as an operator. It may fail."""
+        return self.run_in_head("diptych", *arguments)
+
+    def run_in_head(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in the head's pod, with the operators' key in the environment."""
         head = self.pods("head")[0]["metadata"]["name"]
         variable = f"DIPTYCH_ADMIN_TOKEN={self._admin_key()}"
-        command = ["env", variable, "diptych", *arguments]
-        line = box.exec_command(self.namespace, head, command)
+        line = box.exec_command(self.namespace, head, ["env", variable, *command])
         return subprocess.run(line, capture_output=True, text=True, timeout=ORDER_LIMIT_S)
 
     def _admin_key(self) -> str:
@@ -89,9 +93,36 @@ class Release:
 
     def _serves(self) -> bool:
         probe = f"import httpx; print(httpx.get('{self.url}/health', timeout=3).status_code)"
-        line = ["ip", "netns", "exec", settings.NAMESPACE, sys.executable, "-c", probe]
-        result = subprocess.run(line, capture_output=True, text=True)
-        return result.stdout.strip() == str(httpx.codes.OK)
+        return _run_as_client(probe) == str(httpx.codes.OK)
+
+    def wait_for_recovery(self) -> None:
+        """Wait until both pods and all workers are ready."""
+
+        def has_recovered() -> bool:
+            statuses = [
+                status["ready"]
+                for pod in self.pods("all")
+                for status in pod["status"]["containerStatuses"]
+            ]
+            whole = self.ready("prefill") == 3 and self.ready("decode") == 3
+            return whole and statuses == [True, True]
+
+        wait_until(has_recovered, RECOVERY_LIMIT_S, "the release has not recovered")
+
+    def ask(self) -> str:
+        """Have a short chat, and return its id. Raises AssertionError if it fails."""
+        body = {
+            "model": "demo",
+            "max_tokens": 8,
+            "messages": [{"role": "user", "content": "Hello"}],
+        }
+        probe = (
+            f"import httpx; answer = httpx.post('{self.url}/v1/chat/completions', json={body}, "
+            "timeout=30); print(answer.raise_for_status().headers['x-request-id'])"
+        )
+        request_id = _run_as_client(probe)
+        assert request_id, "the chat failed"
+        return request_id
 
     def start_load(self, seconds: int, clients: int = 3) -> subprocess.Popen[str]:
         """Start clients that stream chats for so long; their report is the output's last line."""
@@ -111,3 +142,9 @@ def wait_until(condition: Callable[[], bool], limit_s: float, failure: str) -> N
     while not condition():
         assert time.monotonic() < deadline, f"{failure} after {limit_s:.0f} s: see {settings.LOGS}"
         time.sleep(1)
+
+
+def _run_as_client(program: str) -> str:
+    """Run a line of Python in the box's network, outside of all pods, and return what it prints."""
+    line = ["ip", "netns", "exec", settings.NAMESPACE, sys.executable, "-c", program]
+    return subprocess.run(line, capture_output=True, text=True).stdout.strip()

@@ -33,6 +33,7 @@
   resources: {{ $homes | toJson }}
   rayStartParams:
     object-store-memory: "104857600"
+    {{- include "diptych.agentPorts" $root | nindent 4 }}
   template:
     metadata:
       labels:

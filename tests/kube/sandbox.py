@@ -193,7 +193,9 @@ def _base_lines(order: ContainerOrder, root: str) -> list[str]:
         f"mount -t proc proc {root}/proc",
         f"mount --rbind /dev {root}/dev",
         f"mount -t tmpfs -o size=64m,mode=1777 tmpfs {root}/dev/shm",
-        f"mount --rbind /sys {root}/sys",
+        # A new one shows the pod's own network devices. UCX takes only those that it finds there.
+        f"mount -t sysfs -o ro sysfs {root}/sys",
+        f"mount --rbind /sys/fs/cgroup {root}/sys/fs/cgroup",
     ]
     for folder in HIDDEN_FOLDERS:
         lines.append(f"mkdir -p {root}{folder}")

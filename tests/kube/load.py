@@ -2,8 +2,9 @@
 
     ip netns exec diptych-box python -m tests.kube.load URL SECONDS CLIENTS
 
-The clients are OpenAI's Python SDK as it comes: it repeats a call twice that cannot connect or is
-answered with 429 or 5xx, and a stream that has begun never. The report counts what was repeated.
+The clients are OpenAI's Python SDK as it comes: it repeats a call up to twice that gets no headers
+of an answer, or 408, 409, 429 or 5xx, and never a stream that has begun. The report counts what was
+repeated of calls that were answered in the end.
 Greedy answers to the same question must be the same: a stream that differs counts as wrong.
 SIGTERM ends the load 20 s later, so that it also sees what comes after a change.
 """
@@ -22,7 +23,6 @@ QUESTIONS = 7
 MAX_TOKENS = 48
 PAUSE_S = 0.15  #: Between a client's requests.
 PAUSE_AFTER_FAILURE_S = 0.3
-NOTABLE_GAP_S = 1.5
 AFTERMATH_S = 20.0  #: How long the load goes on after SIGTERM.
 TIMEOUT = Timeout(30, connect=5)  #: The SDK's for a connection, and a shorter one to wait.
 

@@ -93,10 +93,10 @@ class Release:
 
     def _serves(self) -> bool:
         probe = f"import httpx; print(httpx.get('{self.url}/health', timeout=3).status_code)"
-        return _run_as_client(probe) == str(httpx.codes.OK)
+        return _run_as_client(probe).stdout.strip() == str(httpx.codes.OK)
 
     def wait_for_recovery(self) -> None:
-        """Wait until both pods and all workers are ready."""
+        """Wait until both pods and all six workers are ready, none of them drained."""
 
         def has_recovered() -> bool:
             statuses = [
@@ -104,10 +104,15 @@ class Release:
                 for pod in self.pods("all")
                 for status in pod["status"]["containerStatuses"]
             ]
-            whole = self.ready("prefill") == 3 and self.ready("decode") == 3
-            return whole and statuses == [True, True]
+            return self._worker_states() == ["ready"] * 6 and statuses == [True, True]
 
         wait_until(has_recovered, RECOVERY_LIMIT_S, "the release has not recovered")
+
+    def _worker_states(self) -> list[str]:
+        """Return the states of all workers; none while Control is away."""
+        with suppress(ValueError, KeyError, IndexError, box.BoxError):
+            return [worker["state"] for worker in self.status()["workers"]]
+        return []
 
     def ask(self) -> str:
         """Have a short chat, and return its id. Raises AssertionError if it fails."""
@@ -120,9 +125,9 @@ class Release:
             f"import httpx; answer = httpx.post('{self.url}/v1/chat/completions', json={body}, "
             "timeout=30); print(answer.raise_for_status().headers['x-request-id'])"
         )
-        request_id = _run_as_client(probe)
-        assert request_id, "the chat failed"
-        return request_id
+        result = _run_as_client(probe)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
 
     def start_load(self, seconds: int, clients: int = 3) -> subprocess.Popen[str]:
         """Start clients that stream chats for so long; their report is the output's last line."""
@@ -136,15 +141,17 @@ class Release:
         )
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float, failure: str) -> None:
+def wait_until(
+    condition: Callable[[], bool], limit_s: float, failure: str, *, pause_s: float = 1.0
+) -> None:
     """Wait for the condition; fail with the sentence and where the logs are."""
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"{failure} after {limit_s:.0f} s: see {settings.LOGS}"
-        time.sleep(1)
+        time.sleep(pause_s)
 
 
-def _run_as_client(program: str) -> str:
-    """Run a line of Python in the box's network, outside of all pods, and return what it prints."""
+def _run_as_client(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of Python in the box's network, outside of all pods."""
     line = ["ip", "netns", "exec", settings.NAMESPACE, sys.executable, "-c", program]
-    return subprocess.run(line, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(line, capture_output=True, text=True)

@@ -254,7 +254,10 @@ def _upgraded(release: Release, before: str) -> Callable[[], bool]:
 
 @pytest.mark.timeout(2400)
 def test_a_secret_and_an_image_are_replaced_and_rolled_back(release: Release) -> None:
-    """Each makes a second Ray cluster, beside which one client is what two cores can serve."""
+    """The upgrade, of both at once, and the rollback each make a second Ray cluster.
+
+    Beside that, one client is what two cores can serve.
+    """
     make_secret(release.namespace, "diptych-secret-2")
     release.wait_for_recovery()
     options = ("--set", "secretName=diptych-secret-2", "--set", "image.tag=next")
@@ -268,7 +271,8 @@ def test_a_secret_and_an_image_are_replaced_and_rolled_back(release: Release) ->
         before = _active_cluster(release)
         with under_load(release, operation, CLUSTER_LOAD_S, clients=1, ends_with_change=True):
             change()
-            wait_until(_upgraded(release, before), UPGRADE_LIMIT_S, "no other Ray cluster")
+            is_upgraded = _upgraded(release, before)
+            wait_until(is_upgraded, UPGRADE_LIMIT_S, "no other Ray cluster", pause_s=5)
 
 
 def test_gateways_on_sockets_of_their_own(release: Release) -> None:

@@ -1,8 +1,8 @@
 """Every command of the alerts' runbooks, typed as it stands into a release in the box.
 
 A runbook names REQUEST, REPLICA and POD; here they are a chat, a worker and that worker's pod. Each
-kind of command has a check that it did what the page says of it, and a command of no known kind
-fails.
+kind of command has a check that it took effect, as far as a release without a fault can show it. A
+command of no known kind fails.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ SHELL_BLOCK = re.compile(r"```sh\n(.*?)```", re.DOTALL)
 #: The sizes of the release's pools, to which each test returns.
 SIZES = ("prefill=3", "decode=3")
 METRICS_PARTS = {"control", "gateway", "router", "worker"}
+DEGRADED_CODE = 3  #: `diptych doctor` ends with it after a warning.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +59,17 @@ class Incident:
 def incident(release: Release) -> Iterator[Incident]:
     """A decode worker that is ready; afterwards the release is as it was."""
     release.wait_for_recovery()
-    worker = next(one for one in release.status()["workers"] if one["home"] == "decode")
+    workers = release.status()["workers"]
+    worker = next(one for one in workers if one["home"] == "decode" and one["state"] == "ready")
     address = worker["address"].rpartition(":")[0]
     pod = next(
         one["metadata"]["name"] for one in release.pods("all") if one["status"]["podIP"] == address
     )
-    yield Incident(release, release.ask(), worker, pod)
+    incident = Incident(release, release.ask(), worker, pod)
+    yield incident
     assert release.diptych("scale", *SIZES).returncode == 0
-    release.diptych("undrain", worker["id"])  # it may be gone
+    if incident.worker_state() == "draining":
+        assert release.diptych("undrain", worker["id"]).returncode == 0
     release.wait_for_recovery()
 
 
@@ -89,14 +93,18 @@ def _see_explanation(incident: Incident, command: str, output: str) -> None:
 
 
 def _see_every_pair(incident: Incident, command: str, output: str) -> None:
+    """Between pods without RDMA, NIXL moves KV by TCP, which is a finding with its next step."""
     workers = len(incident.release.status()["workers"])
     assert f"all {workers * (workers - 1)} ordered pairs of {workers} workers" in output
+    assert "warning: NIXL fell back to TCP" in output
+    assert "\n  next " in output
 
 
 def _scale_as_announced(incident: Incident, command: str, output: str) -> None:
     assert "(dry run)" in output
     sizes = dict(re.findall(r"(\w+)=(\d+)", command))
-    for pool in sizes:
+    for pool, size in sizes.items():
+        assert size != "3", "the release has this size already"
         assert incident.target(pool) == 3
     result = incident.release.run_in_head("sh", "-c", command.removesuffix(" --dry-run"))
     assert result.returncode == 0, result.stderr
@@ -105,7 +113,7 @@ def _scale_as_announced(incident: Incident, command: str, output: str) -> None:
 
 
 def _see_it_draining(incident: Incident, command: str, output: str) -> None:
-    assert incident.worker_state() in ("draining", None)
+    assert incident.worker_state() == "draining"
     if "--hand-over" in command:
         assert incident.release.ask()
 
@@ -136,7 +144,7 @@ def _see_a_monitor(incident: Incident, command: str, output: str) -> None:
     assert output.splitlines()[1].startswith("diptych ")
 
 
-#: What a command begins with, and what is seen of it then.
+#: What a command begins with, and what is seen of it then. The first one that fits counts.
 CHECKS: dict[str, Callable[[Incident, str, str], None]] = {
     "diptych status -o json": _see_json,
     "diptych status": _see_status,
@@ -163,8 +171,10 @@ def _type_command(incident: Incident, command: str) -> subprocess.CompletedProce
 def test_commands_of_a_runbook_do_what_it_says(incident: Incident, page: Path) -> None:
     blocks = SHELL_BLOCK.findall(page.read_text())
     for command in "".join(blocks).splitlines():
+        check = next((one for start, one in CHECKS.items() if command.startswith(start)), None)
+        assert check is not None, f"{command}: a command of no known kind"
         typed = incident.filled(command)
         result = _type_command(incident, typed)
-        assert result.returncode == 0, f"{typed}: {result.stderr}"
-        check = next(one for start, one in CHECKS.items() if command.startswith(start))
+        expected = DEGRADED_CODE if command.startswith("diptych doctor") else 0
+        assert result.returncode == expected, f"{typed}: {result.stderr}"
         check(incident, typed, result.stdout)

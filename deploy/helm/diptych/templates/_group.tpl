@@ -33,7 +33,6 @@
   resources: {{ $homes | toJson }}
   rayStartParams:
     object-store-memory: "104857600"
-    {{- include "diptych.agentPorts" $root | nindent 4 }}
   template:
     metadata:
       labels:

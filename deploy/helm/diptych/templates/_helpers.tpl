@@ -239,12 +239,3 @@ fsGroup: 1000
 seccompProfile:
   type: RuntimeDefault
 {{- end }}
-
-{{- /* Where Ray's agents listen. An agent that chooses a port itself has 15 s to say which, or its node ends, over and
-over on slow cores (ray-project/ray issue 65983). No other process of a pod uses these. */}}
-{{- define "diptych.agentPorts" -}}
-dashboard-agent-listen-port: "52365"
-dashboard-agent-grpc-port: "8270"
-runtime-env-agent-port: "8271"
-metrics-export-port: "8080"
-{{- end }}

@@ -28,7 +28,7 @@ TIMEOUT = Timeout(30, connect=5)  #: The SDK's for a connection, and a shorter o
 
 
 class StreamFailed(Exception):
-    """A stream ended without a reason why its answer is complete."""
+    """A stream ended before its usage, which comes last."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,8 @@ class LoadReport:
     def __str__(self) -> str:
         return (
             f"{self.sent} sent, {self.repeated} repeated, {self.completed} completed, "
-            f"{len(self.failures)} failed, {self.wrong} wrong; longest gap between ends {self.longest_gap_s:.1f} s "
+            f"{len(self.failures)} failed, {self.wrong} wrong; "
+            f"longest gap between ends {self.longest_gap_s:.1f} s "
             f"(at {self.longest_gap_at_s:.0f} s), longest stream {self.longest_stream_s:.1f} s"
         )
 
@@ -113,19 +114,20 @@ class LoadClients:
         answer = await client.chat.completions.with_raw_response.create(
             model="demo",
             stream=True,
+            stream_options={"include_usage": True},
             max_tokens=MAX_TOKENS,
             temperature=0,
             messages=[{"role": "user", "content": f"What is prefill? Number {question}"}],
         )
         text = ""
-        finish_reason = None
+        is_complete = False
         self.report.repeated += answer.retries_taken
         async for chunk in answer.parse():
             for choice in chunk.choices:
                 text += choice.delta.content or ""
-                finish_reason = choice.finish_reason or finish_reason
-        if finish_reason is None:
-            raise StreamFailed(f"the stream ended after {len(text)} characters without a reason")
+            is_complete = chunk.usage is not None
+        if not is_complete:
+            raise StreamFailed(f"the stream ended after {len(text)} characters without its usage")
         return text
 
 

@@ -7,6 +7,7 @@ deploy/README.md. The tests build on each other's release and run in this order.
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,7 +24,8 @@ LOAD_S = 40
 CLUSTER_LOAD_S = 900  #: At most; the load ends soon after the second Ray cluster has taken over.
 CHANGE_LIMIT_S = 180.0
 NODE_GRACE_S = 20.0  #: After that the box's Kubernetes gives up a node that says nothing.
-UPGRADE_LIMIT_S = 600.0  #: A second Ray cluster took 420 s on two cores that three clients used.
+UPGRADE_LIMIT_S = 300.0  #: How long a second Ray cluster may take.
+UPGRADE_WAIT_S = 600.0  #: How long it is waited for, so that the table has what streams noticed.
 
 
 @contextmanager
@@ -34,13 +36,12 @@ def under_load(
     *,
     clients: int = 3,
     may_fail: bool = False,
-    may_repeat: bool = False,
     ends_with_change: bool = False,
 ) -> Iterator[None]:
     """Run the block while clients stream; no stream may differ or, unless told so, fail.
 
-    Nor may a call be repeated, unless told so. The load takes so many seconds, or ends
-    20 s after the block.
+    Nor may a call be repeated where none may fail: its first attempt failed. The load takes so many
+    seconds, or ends 20 s after the block.
     """
     load = release.start_load(seconds, clients)
     try:
@@ -57,7 +58,7 @@ def under_load(
     print(f"\n{operation}: {output.strip()}")
     assert " 0 wrong" in report, output
     assert may_fail or " 0 failed" in report, output
-    assert may_fail or may_repeat or " 0 repeated" in report, output
+    assert may_fail or " 0 repeated" in report, output
 
 
 def test_the_rendered_objects_are_those_that_the_server_has(release: Release) -> None:
@@ -215,11 +216,11 @@ def _node_of_workers_only(release: Release) -> str:
 
 
 def test_a_node_dies(release: Release) -> None:
-    """No stream fails. Until the dead pods are marked, the Service leads some calls to them."""
+    """No call should be repeated. Some were: the Service leads them to dead pods for a moment."""
     release.wait_for_recovery()
     node = _node_of_workers_only(release)
     try:
-        with under_load(release, "a node with workers dies", 60, may_repeat=True):
+        with under_load(release, "a node with workers dies", 60):
             box.kill_node(node)
     finally:
         box.revive_node(node)
@@ -267,12 +268,18 @@ def test_a_secret_and_an_image_are_replaced_and_rolled_back(release: Release) ->
             "rollback", release.name, "--namespace", release.namespace
         ),
     }
+    late = {}
     for operation, change in operations.items():
         before = _active_cluster(release)
         with under_load(release, operation, CLUSTER_LOAD_S, clients=1, ends_with_change=True):
+            began = time.monotonic()
             change()
             is_upgraded = _upgraded(release, before)
-            wait_until(is_upgraded, UPGRADE_LIMIT_S, "no other Ray cluster", pause_s=5)
+            wait_until(is_upgraded, UPGRADE_WAIT_S, "no other Ray cluster", pause_s=5)
+            took_s = time.monotonic() - began
+        if took_s > UPGRADE_LIMIT_S:
+            late[operation] = took_s
+    assert not late, f"longer than {UPGRADE_LIMIT_S:.0f} s"
 
 
 def test_gateways_on_sockets_of_their_own(release: Release) -> None:

@@ -50,6 +50,7 @@ from .devices import enter_device
 from .digests import Digester, HostDigester, StartedDigests
 from .errors import PeerLost
 from .lanes import OpenLane, lane_between
+from .redials import Redials
 from .slices import Lane, LaneEnd, LaneSide
 from .statistics import TransferStatistics
 from .ticket_events import (
@@ -180,6 +181,7 @@ class TransferService:
         self._peers: dict[str, PeerCard] = {}  #: Those of them that the transport reaches.
         #: Why agents were refused, of the last `REFUSALS_LIMIT`, until the cluster loses them.
         self._refusals: dict[str, str] = {}
+        self._redials = Redials()  #: Agents that could not be reached.
         self._unfenced: set[str] = set()  #: Lost agents, some write of which may still land.
         #: The part of `_unfenced` that is back but cannot be reached: alive, these never pass a
         #: fence.
@@ -228,7 +230,7 @@ class TransferService:
 
         `sessions` are the peers that can be reached, and `tickets` the open ones by state.
         `quarantined` are blocks of the pool to which a silent peer may still write. `refused_peers`
-        say by agent in what it differs.
+        say by agent in what it differs, `unreachable_peers` what the last try to reach it said.
         """
         received = list(self._receiver.tickets.values())
         sent = list(self._sender.tickets.values())
@@ -246,6 +248,7 @@ class TransferService:
             "tickets": dict(states),
             "quarantined": len(blocks),
             "refused_peers": dict(self._refusals),
+            "unreachable_peers": self._redials.errors(),
             **self.gauges.values(),
         }
 
@@ -315,6 +318,8 @@ class TransferService:
             self._last_tick_s = now
             self._to_both_ends(TicketTick())
             self._check_fences()
+            for agent in self._redials.due(now):
+                self._reach(agent)
         return True
 
     def _expects_events(self) -> bool:
@@ -354,6 +359,7 @@ class TransferService:
                 self._agents[worker] = [card.agent for card in cards]
                 for card in cards:
                     self._cards[card.agent] = card
+                    self._redials.forget(card.agent)  # its address may be another one now
                     self._reach(card.agent)
             case LosePeer(worker, process_dead):
                 self._lose_worker(worker, process_dead)
@@ -501,8 +507,10 @@ class TransferService:
             self._transport.add_peer(card)
         except Exception as error:
             self.gauges.failures["unreachable_peer"] += 1
-            log.error("peer %s cannot be reached: %s", agent, error)
+            wait_s = self._redials.note_failure(agent, str(error), time.monotonic())
+            log.error("peer %s cannot be reached, next try in %.0f s: %s", agent, wait_s, error)
             return
+        self._redials.forget(agent)
         self._peers[agent] = card
         self._send(agent, messages.GreetMessage(""))
 
@@ -519,10 +527,13 @@ class TransferService:
 
         A lost peer must have shown up, or must have been named anew: a worker that has ended comes
         into no directory again. The peer's tickets from before end like any that is stopped: their
-        blocks stay reserved until the peer writes no more.
+        blocks stay reserved until the peer writes no more. A peer that could not be reached is left
+        alone until its next try is due.
         """
         self._returning.discard(agent)
         if agent not in self._cards or agent in self._peers:
+            return
+        if self._redials.must_wait(agent, time.monotonic()):
             return
         was_lost = agent in self._unfenced
         if was_lost:  # the peer is alive, so that no fence would ever pass: take it back
@@ -548,6 +559,7 @@ class TransferService:
         for agent in self._agents.get(worker, ()):
             self._cards.pop(agent, None)
             self._refusals.pop(agent, None)
+            self._redials.forget(agent)
             self._returning.discard(agent)
             self._lose_peer(agent)
             if process_dead:

@@ -129,7 +129,7 @@ def sum_snapshots(snapshots: Iterable[dict[str, Any]]) -> dict[str, Any]:
     total: dict[str, Any] = {}
     for snapshot in snapshots:
         for key, value in snapshot.items():
-            if key == "refused_peers":
+            if key in ("refused_peers", "unreachable_peers"):
                 total[key] = value | total.get(key, {})
             elif key == "quarantined":
                 total[key] = max(value, total.get(key, 0))

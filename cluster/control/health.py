@@ -77,6 +77,23 @@ def read_clocks(
     return clocks_s
 
 
+def _unreachable_reasons(workers: Sequence[WorkerStatistics]) -> list[str]:
+    """Return a sentence if workers cannot reach others, with the first of them as an example."""
+    pairs = [
+        (worker["id"], agent.rpartition(":")[0], error)
+        for worker in workers
+        for agent, error in worker.get("transfer", {}).get("unreachable_peers", {}).items()
+    ]
+    if not pairs:
+        return []
+    worker_id, peer, error = pairs[0]
+    others = f" and {len(pairs) - 1} more such pairs" if len(pairs) > 1 else ""
+    return [
+        f"{worker_id} cannot reach {peer} ({error}){others}: no KV moves between them; "
+        "run diptych doctor"
+    ]
+
+
 class HealthWatch:
     """Compares what workers say now with what they said in the last minute."""
 
@@ -96,7 +113,7 @@ class HealthWatch:
 
         `memory_bytes` is what Control's host has left; None where the system does not say.
         """
-        reasons = self._transfer_reasons(workers, now)
+        reasons = _unreachable_reasons(workers) + self._transfer_reasons(workers, now)
         if not serve_answers:
             reasons.append("Ray Serve's controller does not answer: lost replicas stay lost")
         reasons += clocks.reasons()

@@ -524,12 +524,16 @@ class WorkerCore:
         )
 
     def _explain_probe(self, reason: str, peer: str) -> str:
-        """Return why a probe failed; if the peer is refused, what of it differs from this worker."""
+        """Return why a probe failed: why the peer is refused, or cannot be reached, if it is so."""
         if reason != "peer_lost":
             return reason
-        for agent, mismatch in self.transfers.statistics()["refused_peers"].items():
+        statistics = self.transfers.statistics()
+        for agent, mismatch in statistics["refused_peers"].items():
             if agent.startswith(f"{peer}:"):
                 return f"{peer} is refused, as it has another {mismatch}"
+        for agent, error in statistics["unreachable_peers"].items():
+            if agent.startswith(f"{peer}:"):
+                return f"{peer} cannot be reached: {error}"
         return reason
 
     def stop(self) -> None:

@@ -87,6 +87,8 @@ def test_a_peer_that_cannot_be_taken_back_is_not_taken_for_fenced(stubborn, monk
         made._to_both_ends(t.TicketTick())
     assert not any(isinstance(one, t.BlocksFreed) for one in told), "it lives, and may write"
     transport.broken = False
+    for _ in range(60):  # a minute, so that the next try is due
+        next(clock)
     made._handle_transport_event(
         NotificationReceived("P:0", messages.encode(messages.StoppedMessage(X)))
     )

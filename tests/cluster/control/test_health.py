@@ -48,6 +48,21 @@ def test_transfers_that_keep_failing_are_a_reason_for_a_minute() -> None:
     assert watched.look(20.0 + TRANSFER_WINDOW_S, *later) == []
 
 
+def test_peers_out_of_reach_are_named_for_as_long_as_they_are() -> None:
+    watched = Watched()
+    cut = worker("decode/a", unreachable_peer=1)
+    cut["transfer"]["unreachable_peers"] = {"prefill/b:0": "no route"}
+    for second in (0.0, 70.0):
+        assert watched.look(second, cut, worker("decode/c")) == [
+            "decode/a cannot reach prefill/b (no route): no KV moves between them; run diptych doctor"
+        ]
+    cut["transfer"]["unreachable_peers"]["prefill/d:0"] = "no route"
+    (reason,) = watched.look(75.0, cut)
+    assert "prefill/b (no route) and 1 more such pairs" in reason
+    cut["transfer"]["unreachable_peers"].clear()
+    assert watched.look(80.0, cut) == []
+
+
 def test_a_worker_that_was_late_once_has_no_new_failures() -> None:
     watched = Watched()
     for second in range(0, 100, 5):

@@ -130,6 +130,11 @@ class RouterService:
         """Return what workers that are not ready yet say of their start: a note and a fraction."""
         return self._loading
 
+    async def gateway_hosts(self) -> list[str]:
+        """Return the hosts of the gateways that have said how others reach them."""
+        hosts = [card.address.rpartition(":")[0] for card in self._gateway_cards.values()]
+        return sorted({host.strip("[]") for host in hosts})
+
     def check_health(self) -> None:
         """Answer Serve's probe. Raises RuntimeError when this router must not place any more."""
         if not self.router.active:

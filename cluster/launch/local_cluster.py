@@ -118,6 +118,7 @@ class LocalCluster:
         self.ray_access: RayAccess | None = None
         #: The Ray to join; None: a new one is started.
         self._ray_address = ray_address
+        self._gateway_host = config.gateway.host  #: Where `url` leads.
         self._routers: dict[str, DeploymentHandle] = {}  #: By application.
         #: The folder of our own Ray; empty if there is none.
         self._ray_folder = ""
@@ -230,7 +231,13 @@ class LocalCluster:
             if all_run and self.ready():
                 return
             time.sleep(POLL_INTERVAL_S)
-        raise StartError(f"the cluster was not ready after {START_LIMIT_S:.0f} s")
+        hosts = ", ".join(self._gateway_hosts())
+        elsewhere = (
+            f"; gateways run on {hosts}, and gateway.host says who can reach them" if hosts else ""
+        )
+        raise StartError(
+            f"no gateway at {self.url} was ready after {START_LIMIT_S:.0f} s{elsewhere}"
+        )
 
     def _kept_logs(self) -> str:
         """Return where the logs of our own Ray are kept, as the end of an error's sentence.
@@ -303,33 +310,62 @@ class LocalCluster:
                 report_progress(f"{worker}: {phase} ({fraction:.0%})")
 
     def ready(self) -> bool:
-        """Return whether the gateway says that requests for every model can be served."""
+        """Return whether a gateway says that requests for every model can be served.
+
+        A gateway of this machine is asked. Where none listens, as Serve put all of them on other
+        nodes of the Ray that was joined, these are asked, and `url` leads to the one that is ready.
+        """
+        answer = self._ask_whether_ready(self.url)
+        if answer is not None:
+            return answer
+        for host in self._gateway_hosts():
+            if self._ask_whether_ready(self._url_at(host)):
+                self._gateway_host = host
+                return True
+        return False
+
+    def _ask_whether_ready(self, url: str) -> bool | None:
+        """Return whether the gateway there can serve every model; None if nobody answers there."""
         import httpx
 
         for model in self.models:
             question = {"model": model.checkpoint.name}
             # Unverified: a certificate for the cluster's public name is not one for this address.
             try:
-                # `trust_env=False`: no proxy of the environment knows a gateway of this machine.
+                # `trust_env=False`: no proxy of the environment knows a gateway of this cluster.
                 response = httpx.get(
-                    f"{self.url}/ready",
+                    f"{url}/ready",
                     params=question,
                     timeout=READY_TIMEOUT_S,
                     verify=False,
                     trust_env=False,
                 )
             except httpx.HTTPError:
-                return False
+                return None
             if response.status_code != httpx.codes.OK:
                 return False
         return True
 
+    def _gateway_hosts(self) -> list[str]:
+        """Return the hosts of all gateways that a router knows, where Ray may have several nodes."""
+        if not self._ray_address:
+            return []
+        try:
+            response = self._router_handle(self.models[0].application).gateway_hosts.remote()
+            hosts: list[str] = response.result(timeout_s=PROGRESS_LIMIT_S)
+        except Exception:  # of Ray and Serve, of many types: a router may be away for a moment
+            return []
+        return hosts
+
     @property
     def url(self) -> str:
-        """The gateway's URL."""
+        """The gateway's URL; with several on other nodes, that of one of them."""
+        return self._url_at(self._gateway_host)
+
+    def _url_at(self, host: str) -> str:
         gateway = self.config.gateway
         scheme = "https" if gateway.tls_cert else "http"
-        return f"{scheme}://{host_and_port(gateway.host, gateway.http_port)}"
+        return f"{scheme}://{host_and_port(host, gateway.http_port)}"
 
     @property
     def logs(self) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,12 @@ from .host import Host, Machines, end, machines
 
 BIN = Path(sys.executable).parent
 HEAD = "head"
+STORE = "store"  #: The host whose Redis keeps what Ray's head knows, in fleets that have one.
 GCS_PORT = 6379
+STORE_PORT = 6399
+#: How long nodes wait for a lost head, as KubeRay sets it where there is such a store.
+HEAD_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+HEAD_STARTS = 6  #: How often a head is started that does not come up, as a kubelet would.
 HTTP_PORT = 8000
 ADMIN_PORT = 8001
 START_S = 180.0
@@ -49,6 +55,8 @@ class Fleet:
     machines: Machines
     environment: dict[str, str]
     folder: Path
+    #: What the head's processes are told besides: where its store is, if it has one.
+    of_head: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -109,6 +117,36 @@ class Fleet:
         self.nodes[name] = node
         eventually(lambda: "Ray runtime started" in log.read_text(), 90.0)
 
+    def start_head(self) -> None:
+        """Starts the head's Ray node, with what its store knows."""
+        self.join(
+            HEAD,
+            *("--head", "--port", str(GCS_PORT), "--include-dashboard", "false"),
+            *("--num-cpus", "0"),
+            environment={**self.environment, **self.of_head},
+        )
+
+    def kill_head(self) -> None:
+        """Ends all processes of the head at once, and forgets its files: a pod's are gone, too."""
+        self.head.run("sh", "-c", "kill -9 -1")
+        self.nodes.pop(HEAD).wait(10.0)
+        self.head.run("sh", "-c", "rm -rf /tmp/* /dev/shm/*")
+
+    def start_head_again(self) -> None:
+        """Starts a killed head until it runs.
+
+        Ray ends a node whose agents are not up within 15 s, as they are not while streams keep both
+        cores busy. A kubelet would start it again, too.
+        """
+        for _ in range(HEAD_STARTS - 1):
+            try:
+                self.start_head()
+            except AssertionError:  # it is not up
+                self.kill_head()
+            else:
+                return
+        self.start_head()
+
     def join_for_workers(self, name: str, environment: Mapping[str, str] | None = None) -> None:
         """Starts a Ray node for workers on a host."""
         address = f"{self.head.address}:{GCS_PORT}"
@@ -125,22 +163,23 @@ def fleet(
     *arguments: str,
     spares: tuple[str, ...] = (),
     code: Path | None = None,
+    has_store: bool = False,
 ) -> Iterator[Fleet]:
     """Serves on a head and on `hosts`; `spares` are hosts that run nothing yet.
 
-    The workers import Diptych from the folder `code`, if it is given.
+    The workers import Diptych from the folder `code`, if it is given. `has_store`: a Redis on
+    another host keeps what Ray's head knows, so that a head can be started again.
     """
     with ExitStack() as stack:
-        made = stack.enter_context(machines(HEAD, *hosts, *spares))
+        made = stack.enter_context(machines(HEAD, *hosts, *spares, *([STORE] if has_store else [])))
         folder = Path(tempfile.mkdtemp(prefix="dip", dir=SHARED))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         environment = {**token_environment(folder), **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         running = Fleet(made, environment, folder)
-        running.join(
-            HEAD,
-            *("--head", "--port", str(GCS_PORT), "--include-dashboard", "false"),
-            *("--num-cpus", "0"),
-        )
+        if has_store:
+            environment |= HEAD_PATIENCE
+            running.of_head = stack.enter_context(_store(made.hosts[STORE], folder))
+        running.start_head()
         of_workers = environment
         if code:  # that they import from there is seen by the bytecode which Python leaves there
             of_workers = {**environment, "PYTHONPATH": str(code), "PYTHONDONTWRITEBYTECODE": ""}
@@ -148,6 +187,21 @@ def fleet(
             running.join_for_workers(name, of_workers)
         stack.enter_context(_serving(running, *arguments))
         yield running
+
+
+@contextmanager
+def _store(host: Host, folder: Path) -> Iterator[dict[str, str]]:
+    """Runs a Redis; yields what makes Ray's head keep there what it knows."""
+    command = ["redis-server", "--bind", "0.0.0.0", "--port", str(STORE_PORT), "--save", ""]
+    with (folder / "redis.log").open("w") as output:
+        redis = host.start([*command, "--protected-mode", "no"], output, dict(os.environ))
+    try:
+        yield {
+            "RAY_REDIS_ADDRESS": f"{host.address}:{STORE_PORT}",
+            "RAY_external_storage_namespace": "diptych",
+        }
+    finally:
+        end(redis, signal.SIGTERM, STOP_S)
 
 
 @contextmanager
@@ -212,9 +266,12 @@ def seconds_until(check: Callable[[], Any], limit_s: float) -> float:
     return time.monotonic() - began_at
 
 
-def streams_of(running: Fleet) -> Streams:
-    """Returns streams whose right tokens were learnt from the undisturbed fleet."""
-    streams = Streams(running.url, STREAMS, ANSWER_TOKENS)
+def streams_of(running: Fleet, url: str = "", count: int = STREAMS) -> Streams:
+    """Returns streams whose right tokens were learnt from the undisturbed fleet.
+
+    `url` is that of a gateway; empty: the head's.
+    """
+    streams = Streams(url or running.url, count, ANSWER_TOKENS)
     streams.learn()
     return streams
 

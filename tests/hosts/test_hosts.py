@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -10,7 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from .fleet import SMALL, WHOLE_S, Fleet, assert_sound, fleet, seconds_until, streams_of
+from tests.support.live import eventually
+
+from .fleet import (
+    HTTP_PORT,
+    SMALL,
+    STREAMS,
+    WHOLE_S,
+    Fleet,
+    assert_sound,
+    fleet,
+    seconds_until,
+    streams_of,
+)
 from .host import missing
 
 pytestmark = [
@@ -38,6 +51,30 @@ def test_a_dead_hosts_streams_go_on_elsewhere() -> None:
             whole_s = seconds_until(is_whole_without_it, WHOLE_S)
         print(f"dead host: longest gap {streams.longest_s:.1f} s, whole after {whole_s:.1f} s")
         assert_sound(running, streams)
+
+
+@pytest.mark.skipif(not shutil.which("redis-server"), reason="apt-get install redis-server")
+def test_with_a_store_nobody_notices_that_the_head_is_dead() -> None:
+    """The gateways are on the other hosts; router, Control and Serve's controller are on the head."""
+    arguments = ("--prefill", "2", "--decode", "2", "--set", "gateway.replicas=2", *SMALL)
+    with fleet(("one", "two"), *arguments, has_store=True) as running:
+        placed = running.hosts_of_workers()
+        # One client, as Ray's agents need cores to come up in time.
+        gateway = running.machines.hosts["one"].address
+        streams = streams_of(running, f"http://{gateway}:{HTTP_PORT}", count=1)
+        with streams.running():
+            time.sleep(2.0)
+            running.kill_head()
+            ended = streams.ended
+            eventually(lambda: streams.ended >= ended + STREAMS, 60.0)
+            assert running.status() == {}, "Control is dead"
+            running.start_head_again()
+            whole_s = seconds_until(running.is_whole, WHOLE_S)
+            ended = streams.ended
+            eventually(lambda: streams.ended > ended, 60.0)
+        print(f"dead head: longest gap {streams.longest_s:.1f} s, whole after {whole_s:.1f} s")
+        assert_sound(running, streams)
+        assert running.hosts_of_workers() == placed, "no worker was replaced"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from diptych.cluster.cli.render import RELEASE, manifests
-from diptych.cluster.launch.ray_cluster import ENVIRONMENT
+from diptych.cluster.launch.ray_cluster import ENVIRONMENT, LOST_HEAD_ENVIRONMENT
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT.parent))  # run as a file, Python would find only this folder
@@ -45,6 +45,7 @@ def chart_files() -> dict[Path, str]:
     return {
         CHART / "values.schema.json": json.dumps(values.schema(), indent=2) + "\n",
         CHART / "files/environment.yaml": HEADER + yaml.safe_dump(ENVIRONMENT),
+        CHART / "files/lost_head.yaml": HEADER + yaml.safe_dump(LOST_HEAD_ENVIRONMENT),
         CHART / "files/rules.yaml": HEADER + RULES.read_text(),
     }
 

@@ -89,11 +89,22 @@ class Resources(ValuesSection):
     limits: dict[str, Quantity]
 
 
+# Where Ray keeps what its head knows, so that a head that is lost can be started again.
+class FaultTolerance(ValuesSection):
+    redisAddress: Annotated[str, Field(pattern=r"^(\S+:[0-9]+)?$")] = Field(
+        "", description="host:port of a Redis or Valkey; empty: nowhere"
+    )
+    redisPasswordSecret: str = Field(
+        "", description="a Secret whose key `password` Redis asks for; empty: it asks for none"
+    )
+
+
 class Head(ValuesSection):
     resources: Resources
     nodeSelector: dict[str, str] = {}
     tolerations: Objects = []
-    evictable: bool = False  #: Whether draining its node may stop it; then running streams end.
+    evictable: bool = False  #: Whether draining its node may stop it.
+    faultTolerance: FaultTolerance = FaultTolerance()
 
 
 # How many replicas Serve may start in one pod of a group, and nowhere else.

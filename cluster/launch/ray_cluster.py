@@ -64,6 +64,16 @@ ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "WARN",
 }
 
+#: What all of Ray's processes need besides, where Ray keeps what its head knows in a store (GCS fault
+#: tolerance), so that another head can follow. A head whose node dies closes no connection, and
+#: Ray's processes would wait for it for seven minutes. Serve gives its replicas 30 s to answer a new
+#: head, and then kills them. A GCS without these takes the questions for an attack, so a process has
+#: them only if all have.
+LOST_HEAD_ENVIRONMENT = {
+    "RAY_grpc_client_keepalive_time_ms": "10000",
+    "RAY_grpc_client_keepalive_timeout_ms": "5000",
+}
+
 AUTH_MODE = "RAY_AUTH_MODE"  #: Ray's variable: whether its processes ask callers for a token.
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"  #: Ray's variable: the file with the token.
 #: Variables that would make `start_ray`'s token worthless: the first takes precedence over

@@ -21,8 +21,9 @@ from diptych.cluster.applications import (
 )
 from diptych.cluster.config import ClusterConfig
 from diptych.cluster.control.rayservice import VALUES_ANNOTATION
+from diptych.cluster.launch.ray_cluster import LOST_HEAD_ENVIRONMENT
 
-from deploy import render, validate, values
+from deploy import manifests, render, validate, values
 
 ROOT = Path(__file__).parents[2]
 FLEETS = sorted(render.FLEETS.glob("*.yaml"))
@@ -68,6 +69,8 @@ def test_helm_lints_every_fleet(path: Path) -> None:
         ({"groups": []}, "groups"),
         ({"image": {"digest": "latest"}}, "digest"),
         ({"pool": {}}, "pool"),
+        ({"head": {"faultTolerance": {"redisAddress": "valkey"}}}, "redisAddress"),
+        ({"head": {"faultTolerance": {"redisPasswordSecret": "valkey"}}}, "no redisAddress"),
     ],
 )
 def test_values_are_typed_by_the_configuration(override: dict[str, Any], told: str) -> None:
@@ -333,6 +336,28 @@ def test_budgets_count_what_must_stay_for_the_head_and_each_group() -> None:
         if document and document["kind"] == "PodDisruptionBudget"
     }
     assert budgets["diptych-head"] == 0
+
+
+@pytest.mark.parametrize("secret", ["", "valkey"])
+def test_what_the_head_knows_is_kept_where_the_values_say(secret: str) -> None:
+    chosen = fleet("h100-ib")
+    assert (
+        "gcsFaultToleranceOptions" not in service(render.render(chosen))["spec"]["rayClusterConfig"]
+    )
+    chosen["head"]["faultTolerance"] = {
+        "redisAddress": "valkey.valkey:6379",
+        "redisPasswordSecret": secret,
+    }
+    text = render.render(chosen)
+    kept = service(text)["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    assert kept["redisAddress"] == "valkey.valkey:6379"
+    password = {"valueFrom": {"secretKeyRef": {"name": "valkey", "key": "password"}}}
+    assert kept.get("redisPassword") == (password if secret else None)
+    assert validate.problems(text, FOLDER) == []
+    for template in manifests.templates(service(text)).values():
+        variables = manifests.container_of(template)["env"]
+        environment = {one["name"]: one.get("value") for one in variables}
+        assert environment.items() >= LOST_HEAD_ENVIRONMENT.items()
 
 
 def test_the_values_counts_stand_beside_what_is_rendered_of_them() -> None:

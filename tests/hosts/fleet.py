@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from diptych.cluster.launch.ray_cluster import ENVIRONMENT
+from diptych.cluster.launch.ray_cluster import ENVIRONMENT, LOST_HEAD_ENVIRONMENT
 
 from tests.support.live import eventually
 from tests.support.ray_token import token_environment
@@ -30,8 +30,8 @@ HEAD = "head"
 STORE = "store"  #: The host whose Redis keeps what Ray's head knows, in fleets that have one.
 GCS_PORT = 6379
 STORE_PORT = 6399
-#: How long nodes wait for a lost head, as KubeRay sets it where there is such a store.
-HEAD_PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
+#: What Ray's processes need where there is such a store; how long nodes wait is as KubeRay sets it.
+OF_STORE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600", **LOST_HEAD_ENVIRONMENT}
 HEAD_STARTS = 6  #: How often a head is started that does not come up, as a kubelet would.
 HTTP_PORT = 8000
 ADMIN_PORT = 8001
@@ -126,10 +126,21 @@ class Fleet:
             environment={**self.environment, **self.of_head},
         )
 
-    def kill_head(self) -> None:
-        """Ends all processes of the head at once, and forgets its files: a pod's are gone, too."""
+    def kill_head(self, *, silently: bool = False) -> None:
+        """Ends all processes of the head at once, and forgets its files: a pod's are gone, too.
+
+        `silently`: as when its node dies, nobody is told that the connections are closed, neither
+        now nor later.
+        """
+        if silently:
+            self.machines.isolate(HEAD)
+            resets = ("OUTPUT", "-p", "tcp", "--tcp-flags", "RST", "RST", "-j", "DROP")
+            dropped = self.head.run("iptables", "-A", *resets)
+            assert dropped.returncode == 0, dropped.stderr
         self.head.run("sh", "-c", "kill -9 -1")
         self.nodes.pop(HEAD).wait(10.0)
+        if silently:
+            self.machines.heal()
         self.head.run("sh", "-c", "rm -rf /tmp/* /dev/shm/*")
 
     def start_head_again(self) -> None:
@@ -177,7 +188,7 @@ def fleet(
         environment = {**token_environment(folder), **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         running = Fleet(made, environment, folder)
         if has_store:
-            environment |= HEAD_PATIENCE
+            environment |= OF_STORE
             running.of_head = stack.enter_context(_store(made.hosts[STORE], folder))
         running.start_head()
         of_workers = environment

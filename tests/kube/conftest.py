@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
 from . import box, settings
 from .release import Release
 
 VALUES = settings.REPOSITORY / "tests/kube/values.yaml"
+STORE = settings.REPOSITORY / "tests/kube/store.yaml"
 CHART = settings.REPOSITORY / "deploy/helm/diptych"
 
 
@@ -54,11 +57,25 @@ def make_secret(namespace: str, name: str) -> None:
     box.kubectl(*line, *words, check=False)
 
 
+def make_store(namespace: str) -> None:
+    """Run a Redis, and make the Secret with its password in the release's namespace."""
+    box.kubectl("apply", "--filename", str(STORE))
+    pod = yaml.safe_load_all(STORE.read_text())
+    command = next(one for one in pod if one["kind"] == "Pod")["spec"]["containers"][0]["command"]
+    word = f"--from-literal=password={command[-1]}"
+    line = ("--namespace", namespace, "create", "secret", "generic", "store", word)
+    box.kubectl(*line, check=False)
+    box.kubectl("--namespace", "store", "wait", "--for=condition=Ready", "pod/redis")
+
+
 @pytest.fixture(scope="session")
 def release(namespace: str) -> Release:
     """The chart, installed and serving."""
     if settings.operator_program() is None:
         pytest.skip("needs KubeRay's operator: KUBERAY_OPERATOR=FILE make test-kube")
+    if not shutil.which("redis-server"):
+        pytest.skip("needs Redis for what Ray's head knows: apt-get install redis-server")
+    make_store(namespace)
     release = Release(namespace, "diptych", CHART, VALUES)
     release.upgrade()
     release.wait_until_serving()

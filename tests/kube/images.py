@@ -63,6 +63,7 @@ def all_images() -> list[Image]:
     images = [
         _python_image(("diptych:*", "*/diptych:*"), str(HOMES / "diptych")),
         _python_image(("rayproject/ray:*",), str(HOMES / "ray")),
+        Image(names=("redis:*",), user=999),  # Debian's redis-server, as it is installed here
     ]
     operator = settings.operator_program()
     if operator is not None:

@@ -24,6 +24,7 @@ LOAD_S = 40
 CLUSTER_LOAD_S = 900  #: At most; the load ends soon after the second Ray cluster has taken over.
 CHANGE_LIMIT_S = 180.0
 NODE_GRACE_S = 20.0  #: After that the box's Kubernetes gives up a node that says nothing.
+HEAD_WAIT_S = 300.0  #: How long another head may take.
 UPGRADE_LIMIT_S = 300.0  #: How long a second Ray cluster may take.
 UPGRADE_WAIT_S = 600.0  #: How long it is waited for, so that the table has what streams noticed.
 
@@ -239,6 +240,28 @@ def test_the_operator_restarts(release: Release) -> None:
     with under_load(release, "the operator's pod deleted"):
         box.kubectl("--namespace", "kuberay", "delete", "pod", "--all")
     box.kubectl("--namespace", "kuberay", "rollout", "status", "deployment/kuberay-operator")
+
+
+@pytest.mark.parametrize("grace", [(), ("--grace-period=0", "--force")], ids=["told", "killed"])
+def test_the_head_is_lost(release: Release, grace: tuple[str, ...]) -> None:
+    """What the head knew is in Redis: workers and gateways serve on, and none is replaced.
+
+    Beside the streams of three clients Ray's agents would not be up in time for a new head.
+    """
+    release.wait_for_recovery()
+    workers = {worker["id"] for worker in release.status()["workers"]}
+    head = release.pods("head")[0]["metadata"]["name"]
+
+    def is_back() -> bool:
+        return head not in {pod["metadata"]["name"] for pod in release.pods("head")} and (
+            release.ready("prefill") == release.ready("decode") == 3
+        )
+
+    operation = f"`kubectl delete pod` of the head {' '.join(grace)}".strip()
+    with under_load(release, operation, CLUSTER_LOAD_S, clients=1, ends_with_change=True):
+        box.kubectl("--namespace", release.namespace, "delete", "pod", head, *grace)
+        wait_until(is_back, HEAD_WAIT_S, "no other head", pause_s=3)
+    assert {worker["id"] for worker in release.status()["workers"]} == workers
 
 
 def _active_cluster(release: Release) -> str:

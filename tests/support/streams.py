@@ -37,6 +37,10 @@ class Streams:
         assert len(set(self.expected)) == self._count
         self.longest_s = 0.0  # from here on
 
+    def has_ended(self, count: int) -> bool:
+        """Whether so many streams have ended as expected."""
+        return self.ended >= count
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """All of them are open all the time; at the end each is waited for."""

@@ -196,7 +196,11 @@ applications:
 {{- fail (printf "groups[].env may not have %s: the Secret named by secretName has it, and ray.auth the mode" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- range $name, $value := .root.Files.Get "files/environment.yaml" | fromYaml }}
+{{- $environment := .root.Files.Get "files/environment.yaml" | fromYaml -}}
+{{- if .root.Values.head.faultTolerance.redisAddress -}}
+{{- $environment = merge $environment (.root.Files.Get "files/lost_head.yaml" | fromYaml) -}}
+{{- end -}}
+{{- range $name, $value := $environment }}
 {{- if not (hasKey $own $name) }}
 - name: {{ $name }}
   value: {{ $value | quote }}

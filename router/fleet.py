@@ -182,9 +182,8 @@ class WorkerFleet:
             worker.prefill_correction.factor, worker.step_correction.factor
         )
         worker.half_chunk_s = 0.5 * worker.cost.prefill_token * worker.card.chunk_tokens
-        worker.typical_prefill_s = worker.cost.prefill_s(
-            TYPICAL_UNCACHED_TOKENS, TYPICAL_PROMPT_TOKENS
-        )
+        nominal_s = worker.nominal_cost.prefill_s(TYPICAL_UNCACHED_TOKENS, TYPICAL_PROMPT_TOKENS)
+        worker.typical_prefill_s = nominal_s * worker.prefill_correction.sure_slowness
 
     def isolated_prefill_text(self) -> str:
         """Return about how long a prompt takes alone, as in `20ms + 150ms/1k`, for people."""

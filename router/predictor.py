@@ -24,6 +24,8 @@ LEARNING_WEIGHT = 1 / 10  #: the same, of a closed form that is learned
 FIRST_SAMPLES_KEPT = 3
 RATIO_LIMIT = 8.0  #: a sample beyond counts as this (or, below, as 1/8): one outlier says little
 CORRECTION_LIMIT = 8.0  #: a worker counts as at most so many times slower, or faster, than its type
+#: A worker's own correction may be wrong by this factor: up to it nobody counts as slow in a shortlist.
+OWN_ERROR = 1.25
 RESIDUALS_KEPT = 256  #: the last errors whose quantile is taken
 RECOMPUTE_EVERY = 32  #: errors between two looks at their quantile: sorting takes a while
 UPPER_LIMIT = 2.0  #: of the error quantile: more caution than that would leave workers idle
@@ -97,6 +99,16 @@ class Correction:
         self.shared.observe(ratio)
         self.own.observe(ratio / exp(self.shared.value))
         self._apply()
+
+    @property
+    def sure_slowness(self) -> float:
+        """How many times slower than its type the worker is, beyond `OWN_ERROR`; 1 at least.
+
+        By this the best of many workers are found. Whoever takes those of a thousand that seem the
+        fastest takes those whose own corrections err most: they get more prompts than they can
+        compute, while others have nothing to do.
+        """
+        return max(exp(self.own.value) / OWN_ERROR, 1.0)
 
     def fade(self) -> None:
         """Forget half of what is the worker's own: while it is idle, no sample can correct it."""

@@ -325,7 +325,7 @@ class LocalCluster:
         return False
 
     def _ask_whether_ready(self, url: str) -> bool | None:
-        """Return whether the gateway there can serve every model; None if nobody answers there."""
+        """Return whether the gateway there can serve every model; None if nobody listens there."""
         import httpx
 
         for model in self.models:
@@ -340,8 +340,10 @@ class LocalCluster:
                     verify=False,
                     trust_env=False,
                 )
-            except httpx.HTTPError:
+            except httpx.ConnectError:
                 return None
+            except httpx.HTTPError:  # it listens, and does not answer in time
+                return False
             if response.status_code != httpx.codes.OK:
                 return False
         return True

@@ -1,4 +1,8 @@
-"""When a peer that could not be reached is tried again (pure)."""
+"""When a peer that could not be reached is tried again (pure).
+
+NIXL says at once that it cannot reach a peer. The transports over sockets dial with the first
+message, and so are never refused here.
+"""
 
 from __future__ import annotations
 

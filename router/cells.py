@@ -37,6 +37,7 @@ from statistics import fmean as mean
 
 from ..protos.frames import Coefficients
 from .core import Router
+from .fleet import TYPICAL_PROMPT_TOKENS, TYPICAL_UNCACHED_TOKENS
 from .index import BLOCK_TOKENS, PrefixIndex
 from .worker_state import WorkerState
 
@@ -229,7 +230,7 @@ def report_of(router: Router, now: float) -> CellReport | None:
     if not prefill_workers or not decode_workers:
         return None
 
-    by_speed = sorted(prefill_workers, key=_typical_prefill_s)
+    by_speed = sorted(prefill_workers, key=_corrected_prefill_s)
     middling_worker = by_speed[len(by_speed) // 2]
     # The mean request: `output` is the tokens of its answer, `context` the tokens whose KV all the
     # steps of that read together. So one step reads this many for it, on average.
@@ -240,7 +241,7 @@ def report_of(router: Router, now: float) -> CellReport | None:
         prefill_workers=len(prefill_workers),
         decode_workers=len(decode_workers),
         backlog_s=sum(max(0.0, worker.urgent_until - now) for worker in prefill_workers)
-        + _queued_s(router, middling_worker.typical_prefill_s),
+        + _queued_s(router, _corrected_prefill_s(middling_worker)),
         step_s=mean([worker.decode_cost_s for worker in decode_workers]),
         answer_step_s=mean(longer_steps_s),
         answer_tokens=request.output,
@@ -248,8 +249,9 @@ def report_of(router: Router, now: float) -> CellReport | None:
     )
 
 
-def _typical_prefill_s(worker: WorkerState) -> float:
-    return worker.typical_prefill_s
+def _corrected_prefill_s(worker: WorkerState) -> float:
+    """Return the seconds of a prompt like many, with all that was learned of the worker."""
+    return worker.cost.prefill_s(TYPICAL_UNCACHED_TOKENS, TYPICAL_PROMPT_TOKENS)
 
 
 def _queued_s(router: Router, typical_prefill_s: float) -> float:

@@ -64,11 +64,12 @@ class Drift:
     The first samples count more: the mean is that of the samples and of one first guess, 1.0.
     """
 
-    __slots__ = ("samples", "value", "weight")
+    __slots__ = ("factor", "samples", "value", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.value = 0.0  #: the logarithm of the factor
+        self.factor = 1.0  #: as of the last sample
         self.samples = 0
 
     def observe(self, ratio: float) -> None:
@@ -77,6 +78,7 @@ class Drift:
         weight = max(self.weight, 1.0 / (self.samples + 1))
         sample = log(clamp(ratio, 1 / RATIO_LIMIT, RATIO_LIMIT))
         self.value += weight * (sample - self.value)
+        self.factor = exp(self.value)
 
 
 class Correction:

@@ -176,7 +176,7 @@ class Shortlist:
     def _find_prefill(self, now: float) -> None:
         def free_at(worker: WorkerState) -> float:
             backlog_ends_at = worker.busy_until + worker.preferring_s
-            return max(backlog_ends_at, now) + worker.typical_prefill_s
+            return max(backlog_ends_at, now) + worker.listed_prefill_s
 
         self._prefill_uses_left = USES
         workers = self._fleet.prefill_workers
@@ -214,11 +214,11 @@ class Shortlist:
         self._decode = self._fleet.decode_workers
         self._prefill_uses_left = -USES
         self._decode_uses_left = -USES
-        self._fastest = nsmallest(FASTEST, self._prefill, key=_typical_prefill_s)
+        self._fastest = nsmallest(FASTEST, self._prefill, key=_listed_prefill_s)
 
 
 _decode_cost_s = attrgetter("decode_cost_s")
-_typical_prefill_s = attrgetter("typical_prefill_s")
+_listed_prefill_s = attrgetter("listed_prefill_s")
 _slot = attrgetter("slot")
 
 

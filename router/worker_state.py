@@ -104,7 +104,9 @@ class WorkerState:
     urgent_until: float = 0.0  #: when they are computed, by prediction; as if no others were there
 
     # ---- derived from speeds and reservations ----
-    typical_prefill_s: float = 0.0  #: prefill of a prompt like many, by which workers are compared
+    #: Prefill of a prompt like many, by the card and by what the worker is surely slower than its type
+    #: (`Correction.sure_slowness`). Workers are listed by `listed_prefill_s`.
+    typical_prefill_s: float = 0.0
     half_chunk_s: float = 0.0  #: what is left of the chunk under way, on average
     step_s: float = 0.0  #: one step, as of now
     next_step_s: float = 0.0  #: a step with one more row, without the KV tokens of that row
@@ -122,6 +124,15 @@ class WorkerState:
         """
         kept_for_growth = self.card.growth_reserve_blocks if self.reservations else 0
         return self.card.blocks - self.reserved_blocks - kept_for_growth
+
+    @property
+    def listed_prefill_s(self) -> float:
+        """Prefill of a prompt like many, by which the workers of a large fleet are listed.
+
+        Equal workers of a type have exactly the same, so that idle ones come before busy ones: the
+        type's correction is the newest, not the one that each had when it was last heard of.
+        """
+        return self.typical_prefill_s * self.prefill_correction.shared.factor
 
     @property
     def active_requests(self) -> int:

@@ -307,8 +307,6 @@ def _reachable(url: str) -> str:
 
 def welcome(cluster: LocalCluster) -> str:
     """Return where the cluster is, how to use it, and what is open to anybody."""
-    from ..config import host_and_port
-
     gateway = cluster.config.gateway
     admin_url = _admin_url(cluster)
     ray = RAY_JOINED
@@ -316,7 +314,7 @@ def welcome(cluster: LocalCluster) -> str:
         ray = RAY_STARTED.format(export=cluster.ray_access.export_line(admin_url))
     text = WELCOME.format(
         url=cluster.url,
-        grpc=host_and_port(gateway.host, gateway.grpc_port),
+        grpc=cluster.grpc_address,
         admin=admin_url,
         dashboard=f"{_reachable(admin_url)}/dashboard",
         model=cluster.models[0].checkpoint.name,

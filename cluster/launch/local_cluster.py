@@ -340,7 +340,7 @@ class LocalCluster:
                     verify=False,
                     trust_env=False,
                 )
-            except httpx.ConnectError:
+            except (httpx.ConnectError, httpx.ConnectTimeout):
                 return None
             except httpx.HTTPError:  # it listens, and does not answer in time
                 return False
@@ -363,6 +363,11 @@ class LocalCluster:
     def url(self) -> str:
         """The gateway's URL; with several on other nodes, that of one of them."""
         return self._url_at(self._gateway_host)
+
+    @property
+    def grpc_address(self) -> str:
+        """Where the same gateway takes gRPC, as `host:port`."""
+        return host_and_port(self._gateway_host, self.config.gateway.grpc_port)
 
     def _url_at(self, host: str) -> str:
         gateway = self.config.gateway

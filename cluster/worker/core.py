@@ -533,7 +533,7 @@ class WorkerCore:
                 return f"{peer} is refused, as it has another {mismatch}"
         for agent, error in statistics["unreachable_peers"].items():
             if agent.startswith(f"{peer}:"):
-                return f"{peer} cannot be reached: {error}"
+                return f"{peer} could not be reached at the last try: {error}"
         return reason
 
     def stop(self) -> None:

@@ -35,9 +35,9 @@ def missing() -> str:
         return "only root can make network namespaces"
     if not Path("/dev/net/tun").exists():
         return "there is no /dev/net/tun"
-    for program in ("ip", "unshare", "nsenter", "iptables"):
+    for program in ("ip", "unshare", "nsenter"):
         if subprocess.run(["which", program], capture_output=True, check=False).returncode:
-            return f"there is no {program}: apt-get install iproute2 util-linux iptables"
+            return f"there is no {program}: apt-get install iproute2 util-linux"
     return ""
 
 

@@ -54,7 +54,10 @@ def test_a_dead_hosts_streams_go_on_elsewhere() -> None:
         assert_sound(running, streams)
 
 
-@pytest.mark.skipif(not shutil.which("redis-server"), reason="apt-get install redis-server")
+@pytest.mark.skipif(
+    not (shutil.which("redis-server") and shutil.which("iptables")),
+    reason="apt-get install redis-server iptables",
+)
 def test_with_a_store_nobody_notices_that_the_head_is_dead() -> None:
     """The gateways are on the other hosts; router, Control and Serve's controller are on the head."""
     arguments = ("--prefill", "2", "--decode", "2", "--set", "gateway.replicas=2", *SMALL)

@@ -24,6 +24,7 @@ LOAD_S = 40
 CLUSTER_LOAD_S = 900  #: At most; the load ends soon after the second Ray cluster has taken over.
 CHANGE_LIMIT_S = 180.0
 NODE_GRACE_S = 20.0  #: After that the box's Kubernetes gives up a node that says nothing.
+SERVE_PATIENCE_S = 40.0  #: After 30 s Serve kills replicas that do not answer another head.
 HEAD_WAIT_S = 300.0  #: How long another head may take.
 UPGRADE_LIMIT_S = 300.0  #: How long a second Ray cluster may take.
 UPGRADE_WAIT_S = 600.0  #: How long it is waited for, so that the table has what streams noticed.
@@ -261,6 +262,7 @@ def test_the_head_is_lost(release: Release, grace: tuple[str, ...]) -> None:
     with under_load(release, operation, CLUSTER_LOAD_S, clients=1, ends_with_change=True):
         box.kubectl("--namespace", release.namespace, "delete", "pod", head, *grace)
         wait_until(is_back, HEAD_WAIT_S, "no other head", pause_s=3)
+        time.sleep(SERVE_PATIENCE_S)
     assert {worker["id"] for worker in release.status()["workers"]} == workers
 
 

@@ -6,8 +6,9 @@ import pytest
 from diptych.protos.frames import AttemptPlaced
 from diptych.router import events as e
 from diptych.router.worker_state import PrefillWork, WorkerState
+from msgspec.structs import replace
 
-from .test_core import Rig
+from .test_core import Rig, card
 
 WORKERS = 40  #: more than `COMPARE_ALL_MAX`
 OBSERVED = 60  #: prompts, by which a worker's own correction has become what they say
@@ -67,3 +68,18 @@ def test_idle_workers_that_are_slow_do_not_hide_the_others(rig: Rig) -> None:
         placed = rig.ask(f"r{number}", prompt=640)
         assert isinstance(placed, AttemptPlaced)
         assert placed.prefill_worker not in {worker.card.id for worker in slow}
+
+
+def test_a_type_that_is_slower_than_its_cards_say_is_listed_behind_another() -> None:
+    """What all workers of a type have learned is no error of one of them."""
+    names = [f"prefill/{number:02}" for number in range(WORKERS)]
+    made = Rig("decode/x", policy="diptych", blocks=10_000)
+    for number, name in enumerate(names):
+        gpu = "A" if number < WORKERS // 2 else "B"
+        made.send(e.WorkerJoined(replace(card(name), gpu=gpu), 0, []))
+    type_a = workers_of(made)[: WORKERS // 2]
+    for worker in type_a:
+        teach(made, worker, 2.0)
+    placed = made.ask("r", prompt=640)
+    assert isinstance(placed, AttemptPlaced)
+    assert placed.prefill_worker not in {worker.card.id for worker in type_a}

@@ -197,7 +197,7 @@ applications:
 {{- end -}}
 {{- end -}}
 {{- $environment := .root.Files.Get "files/environment.yaml" | fromYaml -}}
-{{- if .root.Values.head.faultTolerance.redisAddress -}}
+{{- if dig "redisAddress" "" (.root.Values.head.faultTolerance | default dict) -}}
 {{- $environment = merge $environment (.root.Files.Get "files/lost_head.yaml" | fromYaml) -}}
 {{- end -}}
 {{- range $name, $value := $environment }}

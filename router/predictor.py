@@ -69,7 +69,8 @@ class Drift:
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.value = 0.0  #: the logarithm of the factor
-        self.factor = 1.0  #: as of the last sample
+        #: As of the last sample; kept, as each shortlist asks for it once per worker.
+        self.factor = 1.0
         self.samples = 0
 
     def observe(self, ratio: float) -> None:

@@ -67,8 +67,8 @@ ENVIRONMENT = {
 #: What all of Ray's processes need besides, where Ray keeps what its head knows in a store (GCS fault
 #: tolerance), so that another head can follow. A head whose node dies closes no connection, and
 #: Ray's processes would wait for it for seven minutes. Serve gives its replicas 30 s to answer a new
-#: head, and then kills them. A GCS without these takes the questions for an attack, so a process has
-#: them only if all have.
+#: head, and then kills them. Either all processes have these or none: a GCS without them closes the
+#: connections of those who ask for a sign of life so often.
 LOST_HEAD_ENVIRONMENT = {
     "RAY_grpc_client_keepalive_time_ms": "10000",
     "RAY_grpc_client_keepalive_timeout_ms": "5000",

@@ -31,7 +31,7 @@ STORE = "store"  #: The host whose Redis keeps what Ray's head knows, in fleets 
 GCS_PORT = 6379
 STORE_PORT = 6399
 #: What Ray's processes need where there is such a store; how long nodes wait is as KubeRay sets it.
-OF_STORE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600", **LOST_HEAD_ENVIRONMENT}
+STORE_ENVIRONMENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600", **LOST_HEAD_ENVIRONMENT}
 HEAD_STARTS = 6  #: How often a head is started that does not come up, as a kubelet would.
 HTTP_PORT = 8000
 ADMIN_PORT = 8001
@@ -56,7 +56,7 @@ class Fleet:
     environment: dict[str, str]
     folder: Path
     #: What the head's processes are told besides: where its store is, if it has one.
-    of_head: dict[str, str] = field(default_factory=dict)
+    head_environment: dict[str, str] = field(default_factory=dict)
     nodes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
@@ -123,7 +123,7 @@ class Fleet:
             HEAD,
             *("--head", "--port", str(GCS_PORT), "--include-dashboard", "false"),
             *("--num-cpus", "0"),
-            environment={**self.environment, **self.of_head},
+            environment={**self.environment, **self.head_environment},
         )
 
     def kill_head(self, *, silently: bool = False) -> None:
@@ -188,8 +188,8 @@ def fleet(
         environment = {**token_environment(folder), **ENVIRONMENT, "OMP_NUM_THREADS": "1"}
         running = Fleet(made, environment, folder)
         if has_store:
-            environment |= OF_STORE
-            running.of_head = stack.enter_context(_store(made.hosts[STORE], folder))
+            environment |= STORE_ENVIRONMENT
+            running.head_environment = stack.enter_context(_store(made.hosts[STORE], folder))
         running.start_head()
         of_workers = environment
         if code:  # that they import from there is seen by the bytecode which Python leaves there

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from diptych.protos.frames import AttemptPlaced
 from diptych.router import events as e
+from diptych.router.cells import report_of
 from diptych.router.worker_state import PrefillWork, WorkerState
 from msgspec.structs import replace
 
@@ -83,3 +84,14 @@ def test_a_type_that_is_slower_than_its_cards_say_is_listed_behind_another() -> 
     placed = made.ask("r", prompt=640)
     assert isinstance(placed, AttemptPlaced)
     assert placed.prefill_worker not in {worker.card.id for worker in type_a}
+
+
+def test_a_cell_tells_what_its_middling_worker_costs_not_that_of_one_that_seems_fast(
+    rig: Rig,
+) -> None:
+    middle = workers_of(rig)[WORKERS // 2]
+    teach(rig, middle, 0.25)
+    report = report_of(rig.router, rig.now)
+    assert report is not None
+    assert report.cost.prefill_token == pytest.approx(workers_of(rig)[0].cost.prefill_token)
+    assert report.cost.prefill_token > 2 * middle.cost.prefill_token

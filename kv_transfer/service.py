@@ -498,9 +498,10 @@ class TransferService:
         assert self.card is not None
         mismatch = self.card.describe_mismatch(card)
         if mismatch is not None:
-            self.gauges.failures["incompatible_peer"] += 1
             self._cards.pop(agent, None)
             self._refuse(agent, mismatch)
+            # Counted last: who sees the count, in a snapshot without a lock, finds the reason too.
+            self.gauges.failures["incompatible_peer"] += 1
             return
         self._refusals.pop(agent, None)
         try:

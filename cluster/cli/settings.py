@@ -10,9 +10,11 @@ import difflib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
@@ -155,24 +157,37 @@ def _meanings(section_class: type[BaseModel]) -> dict[str, str]:
     for base in reversed(section_class.__mro__):
         if not base.__module__.startswith("diptych."):
             continue
-        source = inspect.getsource(base)
-        lines = source.splitlines()
-        (class_node,) = ast.parse(source).body
-        assert isinstance(class_node, ast.ClassDef)
+        source = _source_of(base.__module__)
         previous_meaning = ""
         previous_type = ""
-        for node in class_node.body:
+        for node in source.classes[base.__name__].body:
             if not isinstance(node, ast.AnnAssign):
                 previous_type = ""
                 continue
             type_name = ast.unparse(node.annotation)
-            meaning = _comment_of(node, lines)
+            meaning = _comment_of(node, source.lines)
             if not meaning and type_name == previous_type:
                 meaning = previous_meaning
             meanings[ast.unparse(node.target)] = meaning
             previous_meaning = meaning
             previous_type = type_name
     return meanings
+
+
+class _ModuleSource(NamedTuple):
+    """The text of a module, and what stands in it."""
+
+    lines: list[str]
+    classes: dict[str, ast.ClassDef]  #: By their names.
+
+
+@cache
+def _source_of(module_name: str) -> _ModuleSource:
+    """Return the source of a module. It is parsed once: to find each class anew takes a second."""
+    text = inspect.getsource(sys.modules[module_name])
+    nodes = ast.parse(text).body
+    classes = {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    return _ModuleSource(text.splitlines(), classes)
 
 
 def _comment_of(node: ast.AnnAssign, lines: list[str]) -> str:

@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from diptych.cluster.cli import app
+from typer.testing import CliRunner
 
 from tests.support.checkpoints import make
 from tests.support.live import BIN, free_port
+from tests.support.variants import daily
 
 
-def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+class Ended(NamedTuple):
+    """How a command ended, and what it said."""
+
+    code: int
+    errors: str
+
+
+def invoke(*words: str, **environment: str) -> Ended:
+    """Run a command in this process, as a new one takes a second."""
+    done = CliRunner().invoke(app, words, env=environment)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return Ended(done.exit_code, done.stderr)
+
+
+def serve(*arguments: str, **environment: str) -> Ended:
+    return invoke("serve", *arguments, **environment)
+
+
+def serve_in_a_process(*arguments: str) -> Ended:
     command = [str(BIN / "diptych"), "serve", *arguments]
-    return subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def refused(done: subprocess.CompletedProcess[str], *says: str) -> None:
-    assert done.returncode == 1
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in done.stderr + done.stdout
-    assert done.stderr.startswith("diptych: ") and all(s in done.stderr for s in says), done.stderr
+    return Ended(done.returncode, done.stderr)
+
+
+def refused(done: Ended, *says: str) -> None:
+    assert done.code == 1
+    assert done.errors.startswith("diptych: ") and all(s in done.errors for s in says), done.errors
 
 
 def test_a_missing_folder_is_named() -> None:
@@ -70,7 +85,7 @@ def test_a_template_that_is_none_is_named_with_its_line(tmp_path: Path) -> None:
     refused(serve("--chat-template", str(file)), "model.chat_template", "chat.jinja, line 2")
 
 
-@pytest.mark.parametrize("flag", ["--port", "--grpc-port", "--set"])
+@pytest.mark.parametrize("flag", ["--port", *daily(["--grpc-port", "--set"])])
 def test_a_taken_port_is_named_with_the_way_out(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -78,7 +93,7 @@ def test_a_taken_port_is_named_with_the_way_out(flag: str) -> None:
         chosen = {flag: f"control.port={port}" if flag == "--set" else port}
         flags = [part for pair in {**others, **chosen}.items() for part in pair]
         key = "control.port" if flag == "--set" else "gateway."
-        refused(serve(*flags), f"port {port} on 127.0.0.1", f"--set {key}")
+        refused(serve_in_a_process(*flags), f"port {port} on 127.0.0.1", f"--set {key}")
 
 
 def test_one_port_for_two_servers_is_refused() -> None:
@@ -117,11 +132,8 @@ def test_an_inherited_mode_without_a_token_is_refused_unless_the_configuration_s
 def test_commands_without_a_cluster_say_how_to_start_one() -> None:
     nowhere = "http://127.0.0.1:9"
     for command in (["status", "--admin", nowhere], ["chat", "hi", "--endpoint", nowhere]):
-        done = subprocess.run(
-            [str(BIN / "diptych"), *command],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        refused(done, f"at {nowhere}", "diptych serve")
+        refused(invoke(*command), f"at {nowhere}", "diptych serve")
+
+
+def test_a_process_ends_with_the_sentence_and_without_a_trace() -> None:
+    refused(serve_in_a_process("/no/such/model"), "/no/such/model is not a folder")

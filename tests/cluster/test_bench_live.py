@@ -76,6 +76,7 @@ from diptych.loadtests.prompts import Words
 from tests.simulator.support import COST
 from tests.simulator.test_recorded import log_of
 from tests.support.fake_vllm import calls, write_fake_python
+from tests.support.variants import daily
 
 BIN = Path(sys.executable).parent
 SLO = LiveSlo.parse("2s:50ms")
@@ -719,7 +720,7 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *daily([signal.SIGTERM])])
 def test_an_interrupt_ends_every_server(tmp_path: Path, number: signal.Signals) -> None:
     python = write_fake_python(tmp_path / "fake", token_ms=500)
     model = tmp_path / "model"

@@ -63,6 +63,7 @@ def found_by(search: PolicySearch, commit: str) -> SearchResult:
     )
 
 
+@pytest.mark.slow
 def test_what_was_searched_is_not_searched_again(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +166,7 @@ def test_ours_that_refuses_stands_in_a_table_of_its_own() -> None:
     assert "early_reject" not in markdown([without], "full")
 
 
+@pytest.mark.slow
 def test_a_search_of_ours_that_refuses_refuses_what_would_be_late(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

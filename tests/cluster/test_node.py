@@ -22,6 +22,7 @@ from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
 
 from tests.support.checkpoints import make
+from tests.support.variants import daily
 
 GATEWAY = "gateway"
 SHORT = f.Sampling(8, logprobs=2)
@@ -443,7 +444,7 @@ async def test_a_damaged_disk_tier_costs_a_recompute_and_nothing_else(
         assert not bench.failed
 
 
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("ranks", [(2, 1), *daily([(1, 2)])], ids=str)
 async def test_ranks_of_both_ends_may_differ(folder: Path, ranks: tuple[int, int]) -> None:
     """In float32, where sums over ranks differ from one rank's by their last bits only."""
 

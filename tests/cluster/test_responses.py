@@ -38,6 +38,7 @@ from pydantic import TypeAdapter
 from tests.support.lazy import LazyModule
 from tests.support.malformed import CITY
 from tests.support.standin import ANSWER, QUESTION, StandIn, checkpoint, standing_in
+from tests.support.variants import daily
 
 openai = LazyModule("openai")
 responses = LazyModule("openai.types.responses")
@@ -375,7 +376,7 @@ def shape_of(gateway: StandIn, body: ResponsesRequest) -> ResponseShape:
     return gateway.run(made())
 
 
-@pytest.mark.parametrize("piece_chars", [1, 7, 1000])
+@pytest.mark.parametrize("piece_chars", [7, 1000, *daily([1])])
 def test_reasoning_text_and_calls_are_items_one_after_the_other(
     gateway: StandIn, piece_chars: int
 ) -> None:

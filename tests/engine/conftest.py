@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import checkpoints
+from tests.support.variants import daily_but
 
 
 @pytest.fixture(scope="session")
@@ -27,4 +28,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.fixture(params=sorted(checkpoints.ARCHITECTURES))
 def model(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Path:
     """Each architecture in turn."""
+    return checkpoint(request.param)
+
+
+@pytest.fixture(params=daily_but(["llama", "qwen3_moe"], sorted(checkpoints.ARCHITECTURES)))
+def dense_or_experts(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> Path:
+    """A dense model, and one of experts with norms of queries and keys; daily all architectures."""
     return checkpoint(request.param)

@@ -76,6 +76,7 @@ def test_one_transfer_serves_all_answers(checkpoint, length: int) -> None:
         assert owner.scheduler.pool.used_blocks == 0
 
 
+@pytest.mark.slow
 def test_answers_on_a_full_pool_wait_and_are_preempted_and_stay_the_same(checkpoint) -> None:
     folder = checkpoint("llama")
     sampling = msgspec.structs.replace(SEEDED, max_tokens=200)

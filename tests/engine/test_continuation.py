@@ -13,6 +13,8 @@ from diptych.engine.spec import fingerprint
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos.frames import Grammar, Sampling, Token
 
+from tests.support.variants import daily_but
+
 from . import rig
 
 MOST = 70  #: tokens of an answer: over a block border
@@ -69,7 +71,7 @@ def engines(checkpoint: Callable[[str], Path]) -> tuple[Engine, Engine, Engine]:
     return rig.engine(folder), rig.engine(folder), fast
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", daily_but(["cut", "penalties", "limits", "grammar"], WAYS))
 def test_an_answer_goes_on_elsewhere_bit_by_bit(engines, way: str) -> None:
     first, second, guessing = engines
     sampling, ids = WAYS[way], rig.prompt(100, seed=5) + rig.prompt(30, seed=5)

@@ -10,6 +10,8 @@ from diptych.engine.engine import Engine
 from diptych.engine.sequence import SequenceOutput
 from diptych.protos.frames import Sampling, Token
 
+from tests.support.variants import daily
+
 from .rig import alone, drain, engine, prompt, request
 
 MOST = 200
@@ -40,7 +42,7 @@ def ended(seen: list[SequenceOutput]) -> list[str]:
     return [output.attempt_key[0] for output in seen if output.finish_reason]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [SAMPLED, *daily([GREEDY])], ids=["sampled", "greedy"])
 def test_all_grow_to_their_end_on_a_full_pool_the_oldest_first(folder, expected, sampling) -> None:
     owner = engine(folder, blocks=16, growth_tokens=0)
     for index in range(8):  # 5 blocks each at their end, 40 in all

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.support import checkpoints, quantized
 from tests.support.checkpoints import VOCAB
 from tests.support.lazy import LazyModule
+from tests.support.variants import daily_but
 
 from .rig import alone, drain, engine, finish, prompt, request
 
@@ -47,19 +48,19 @@ def check(folder: Path, ids: list[int], tokens: list[Token]) -> None:
 
 @pytest.mark.parametrize(
     "length",
-    [1, 65, 333, *(pytest.param(length, marks=pytest.mark.slow) for length in (63, 64))],
+    [1, 333, *(pytest.param(length, marks=pytest.mark.slow) for length in (63, 64, 65))],
 )
 def test_prompt_and_answer_match_transformers(model: Path, length: int) -> None:
     owner, ids = engine(model, "float32", max_step_tokens=128), prompt(length, SEED)
     check(model, ids, alone(owner, ids, WHOLE))
 
 
-def test_a_batch_matches_transformers(model: Path) -> None:
-    owner = engine(model, "float32", max_step_tokens=192)
+def test_a_batch_matches_transformers(dense_or_experts: Path) -> None:
+    owner = engine(dense_or_experts, "float32", max_step_tokens=192)
     prompts = {str(n): prompt(n, seed=n) for n in (5, 129, 200, 64)}
     streams = finish(owner, [request(owner, name, ids, WHOLE) for name, ids in prompts.items()])
     for name, ids in prompts.items():
-        check(model, ids, streams[name])
+        check(dense_or_experts, ids, streams[name])
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
@@ -147,7 +148,7 @@ def test_shards_match_transformers(tmp_path: Path, name: str) -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("style", quantized.STYLES)
+@pytest.mark.parametrize("style", daily_but(["block", "compressed-channel"], quantized.STYLES))
 @pytest.mark.parametrize(
     "name", ["llama", pytest.param("mixtral", marks=SLOW), pytest.param("qwen3_moe", marks=SLOW)]
 )
@@ -189,8 +190,8 @@ def test_the_old_spelling_of_rope_gives_the_same_logits(
     assert old == alone(engine(checkpoint("llama"), "float32"), prompt(200), WHOLE)
 
 
-def test_an_answer_ends_with_its_stop_id(model: Path) -> None:
-    owner = engine(model, "float32")
+def test_an_answer_ends_with_its_stop_id(dense_or_experts: Path) -> None:
+    owner = engine(dense_or_experts, "float32")
     tokens = [token.id for token in alone(owner, prompt(90), Sampling(40))]
     stop = tokens[9]
     owner.add(request(owner, "stop", prompt(90), Sampling(40, stop_ids=(stop, 3))))
@@ -200,8 +201,8 @@ def test_an_answer_ends_with_its_stop_id(model: Path) -> None:
     assert owner.scheduler.pool.used_blocks == 0
 
 
-def test_an_answer_ends_at_max_tokens(model: Path) -> None:
-    owner = engine(model, "float32")
+def test_an_answer_ends_at_max_tokens(dense_or_experts: Path) -> None:
+    owner = engine(dense_or_experts, "float32")
     for most in (1, 2, 65):
         owner.add(request(owner, "length", prompt(63), Sampling(most)))
         streams, outputs = drain(owner)

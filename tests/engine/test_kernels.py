@@ -17,6 +17,8 @@ from diptych.engine.linear import Linear, NativeLinear
 from diptych.engine.ops import Ops, RmsNorm
 from diptych.engine.scheduler import SchedulerLimits
 
+from tests.support.variants import daily
+
 from . import rig
 
 AttendFunction = Callable[..., torch.Tensor]
@@ -208,7 +210,10 @@ def test_what_lies_between_the_matrices_is_as_in_torch(rows: int, instructions: 
 
 
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 96), (1024, 2080), (2816, 1000)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [(64, 96), (1024, 2080), pytest.param(2816, 1000, marks=pytest.mark.daily)],
+)
 def test_linears_are_plain_linears_with_what_surrounds_them(
     linear_instructions: str, inputs: int, outputs: int, bias: bool
 ) -> None:
@@ -247,7 +252,7 @@ def test_linears_give_a_row_the_same_bits_among_any_others(
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "qwen3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mistral", "qwen2"))],
+    ["llama", *daily(("qwen3", "mistral", "qwen2"))],
 )
 def test_the_torch_backend_is_exact_as_well(
     checkpoint, monkeypatch: pytest.MonkeyPatch, name: str

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import checkpoints
 from tests.support.lazy import LazyModule
+from tests.support.variants import daily
 
 from .rig import MIX, alone, copy_blocks, drain, engine, finish, prompt, request
 
@@ -61,7 +62,7 @@ def steps(owner: Engine, limit: int = 500) -> list[SequenceOutput]:
 # ---- going on elsewhere --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize("ask", [ASKS["grammar"], *daily([FULL])], ids=["grammar", "free"])
 def test_an_answer_cut_anywhere_goes_on_as_before(llama: Path, ask: Sampling) -> None:
     ids = prompt(70)
     whole = alone(engine(llama), ids, ask)
@@ -76,7 +77,7 @@ def test_an_answer_cut_anywhere_goes_on_as_before(llama: Path, ask: Sampling) ->
         assert outputs[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize("ask", [ASKS["grammar"], *daily([FULL])], ids=["grammar", "free"])
 def test_neighbours_chunks_and_preemption_change_no_bit(llama: Path, ask: Sampling) -> None:
     owner = engine(llama, blocks=17, growth_tokens=0, max_step_tokens=64)
     sizes = [250, 190, 310, 60]
@@ -122,12 +123,14 @@ def asked(owner: Engine, ids: list[int], n: int = 2, most: int = 3) -> list[Toke
     return told(drain(owner)[1], "asked")
 
 
-def test_prompt_logprobs_are_those_of_transformers(model: Path) -> None:
+def test_prompt_logprobs_are_those_of_transformers(dense_or_experts: Path) -> None:
     ids = prompt(333)
     with torch.inference_mode():
-        network = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        network = transformers.AutoModelForCausalLM.from_pretrained(
+            dense_or_experts, dtype=torch.float32
+        )
         expected = torch.log_softmax(network(torch.tensor([ids])).logits[0], -1)
-    tokens = asked(engine(model, "float32", max_step_tokens=128), ids)
+    tokens = asked(engine(dense_or_experts, "float32", max_step_tokens=128), ids)
     assert [token.id for token in tokens] == ids[1:]
     for index, token in enumerate(tokens):
         assert token.logprob == pytest.approx(float(expected[index, token.id]), abs=1e-4)
@@ -135,7 +138,7 @@ def test_prompt_logprobs_are_those_of_transformers(model: Path) -> None:
         assert [value for _, value in token.top] == pytest.approx(best, abs=1e-4)
 
 
-@pytest.mark.parametrize("step", [64, 128, 2048])
+@pytest.mark.parametrize("step", [64, *daily([128, 2048])])
 def test_chunks_and_neighbours_change_no_bit_of_them(llama: Path, step: int) -> None:
     owner = engine(llama, max_step_tokens=step)
     ask = Sampling(3, prompt_logprobs=2, logprobs=1)
@@ -234,7 +237,7 @@ def steer(tokens: int) -> Sampling:
 
 
 @pytest.mark.parametrize("first_only", [False, True])
-@pytest.mark.parametrize("position", [0, 10, 129, 149])
+@pytest.mark.parametrize("position", [0, 149, *daily([10, 129])])
 def test_nan_ends_its_sequence_with_an_error_and_no_other(
     damaged: Path, position: int, first_only: bool
 ) -> None:
@@ -299,7 +302,7 @@ def test_damaged_blocks_are_in_no_ones_prefix(llama: Path) -> None:
     assert alone(owner, ids, ask) == good
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *daily(["float32"])])
 def test_what_lay_in_a_block_before_changes_nothing(llama: Path, dtype: str) -> None:
     """Every byte of the pool 0xFF: NaN. A block is cleared when a sequence begins to fill it."""
     for length in (1, 63, 64, 65, 200):

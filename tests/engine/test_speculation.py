@@ -6,6 +6,8 @@ import pytest
 from diptych.engine.engine import Engine
 from diptych.protos.frames import Sampling
 
+from tests.support.variants import daily
+
 from . import rig
 
 WAYS = {
@@ -26,7 +28,7 @@ def run(folder, sampling: Sampling, drafts: int, blocks: int = 120) -> tuple[dic
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", *daily(["mistral"])])
 def test_drafts_change_no_bit_and_save_steps(checkpoint, name: str, way: str) -> None:
     folder = checkpoint(name)
     plain, slow = run(folder, WAYS[way], 0)

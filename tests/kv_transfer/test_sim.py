@@ -19,6 +19,7 @@ from diptych.kv_transfer import tickets as t
 from diptych.kv_transfer.fan import Fan
 
 from tests.support.examples import examples
+from tests.support.variants import daily_but
 
 from .sim import KINDS, LIMITS, RANKS, D, P, Plan, Simulation
 from .sim_network import FATES, Weather
@@ -91,7 +92,7 @@ def played(seed, plan, **machines):
     return simulation
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=str)
+@pytest.mark.parametrize("ranks", daily_but([(1, 1), (2, 1)], RANKS), ids=str)
 @pytest.mark.parametrize("role", [P, D])
 @pytest.mark.parametrize("restart", [False, True], ids=["for good", "restarts"])
 def test_a_worker_may_die_at_every_step(ranks, role, restart):

@@ -107,6 +107,7 @@ def test_simulate_has_the_numbers_of_the_command() -> None:
     assert [entry["name"] for entry in study.policies] == ["diptych", "min_ttft"]
 
 
+@pytest.mark.slow
 def test_plan_has_the_numbers_of_the_command(tmp_path: Path) -> None:
     lines: list[str] = []
     found = diptych.plan(

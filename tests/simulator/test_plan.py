@@ -138,6 +138,7 @@ def test_with_prices_the_cheapest_sufficient_fleet_is_the_best():
     assert choose_layout([few_dear, many_cheap], demand) is many_cheap
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_an_answered_token_costs_and_takes():
     trace = load_trace("poisson:100-100:20-20:100")
     given = {"rate": 2.0, "slo": "ttft=9s,itl=99ms", "jobs": 1}
@@ -236,6 +237,7 @@ def test_an_itl_out_of_reach_is_named_with_what_is_reachable():
     assert again["reach"]["within_reach"], "what it promises, it can do"
 
 
+@pytest.mark.slow
 def test_a_ttft_out_of_reach_is_named():
     reach = reach_of("60ms", 0.1, ttft="500ms")["reach"]
     assert reach["reachable"]["target"] == "ttft" and 0.9 < reach["reachable"]["ttft_s"] < 4

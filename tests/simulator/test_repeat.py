@@ -6,6 +6,8 @@ import pytest
 from diptych.engine.scheduler import StepPlan
 from diptych.simulator.repeat import RepeatedSteps
 
+from tests.support.variants import daily
+
 from .test_worker import decoding, make_worker, prefilling
 
 
@@ -45,7 +47,7 @@ def test_late_steps_are_those_that_take_longer_than_the_limit(limit_s, late):
     assert sum(parts) == late
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(3), *daily(range(3, 8))])
 def test_a_worker_that_skips_repeated_steps_says_the_same_as_one_that_does_not(seed):
     """Streams and prompts come at random times; KV runs short, so some are preempted."""
     outcomes = []

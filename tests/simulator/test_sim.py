@@ -21,6 +21,8 @@ from diptych.simulator.sim import Setting, Simulation
 from diptych.simulator.sources import load_trace
 from diptych.simulator.trace import HASH_TOKENS, Trace, TraceRequest, count_turns
 
+from tests.support.variants import daily
+
 from .support import COST, SIMPLE, h200, simple
 
 TRACE = load_trace("synthetic:600")
@@ -48,7 +50,7 @@ print(len(lines), hashlib.sha256("\\n".join(lines).encode()).hexdigest())
 """
 
 
-@pytest.mark.parametrize("policy", ["diptych", "power_of_two"])
+@pytest.mark.parametrize("policy", ["diptych", *daily(["power_of_two"])])
 def test_equal_seeds_write_equal_logs_in_any_process(policy):
     logs = set()
     for salt in ("0", "1"):  # the second is compiled, where that was done (`router.native`)
@@ -90,7 +92,7 @@ def test_another_number_of_splits_than_pools_is_refused():
 
 @pytest.mark.parametrize(
     "split",
-    ["5P2D1M", "8M", *(pytest.param(s, marks=pytest.mark.daily) for s in ("1P7D", "6P2D"))],
+    ["5P2D1M", *daily(["8M", "1P7D", "6P2D"])],
 )
 def test_every_request_ends_on_every_split(split):
     found = outcomes(split=split)

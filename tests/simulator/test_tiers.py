@@ -279,6 +279,7 @@ def test_a_study_names_its_tiers() -> None:
     assert "with tiers memory=64GiB" in study.html()
 
 
+@pytest.mark.slow
 def test_a_plan_names_the_smallest_tiers_that_are_enough() -> None:
     options = {"model": "llama3.1-8b-fp8", "tp": 1, "fleet": "H200:2", "jobs": 1, "rate": 1.0}
     found = diptych.plan(conversations(), slo="ttft=9s,itl=99ms", tiers="memory=8GiB", **options)

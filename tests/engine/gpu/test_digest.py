@@ -20,6 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.variants import daily
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LAYOUT = KVLayout(4, 2, 16, 64, 2, "bfloat16", 1)  #: 32 KiB a block
 #: What torch calls without any work of the device.
@@ -148,7 +150,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("tiles", [1, 16, 128])
+@pytest.mark.parametrize("tiles", [1, 16, *daily([128])])
 def test_a_push_costs_three_launches_however_long_the_prompt_is(
     tiles: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

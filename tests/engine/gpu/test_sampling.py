@@ -22,6 +22,7 @@ from msgspec.structs import replace as with_fields
 
 from tests.engine.gpu.test_decode import TINY
 from tests.engine.pure import scheduler
+from tests.support.variants import daily
 
 VOCAB = CHUNK + 77
 PROMPT = [5, 9, 9, 1000, 3]
@@ -120,6 +121,7 @@ def test_nuclei_end_where_the_cpu_samplers_end(pipeline: DecodePipeline) -> None
             assert device == host
 
 
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_whatever_stands_beside_it(pipeline: DecodePipeline) -> None:
     samplings = [with_fields(one, logprobs=3) for one in [*PUBLISHED, *OTHERS[:5]]]
     logits = torch.randn(len(samplings), VOCAB) * 3
@@ -175,7 +177,7 @@ def test_counts_survive_more_sequences_than_there_are_slots() -> None:
             sequences[place].token_ids.append(token.id)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, *daily([math.inf, -math.inf])])
 @pytest.mark.parametrize("at", [0, VOCAB - 1])
 def test_what_is_no_number_ends_its_sequence_alone(
     pipeline: DecodePipeline, bad: float, at: int

@@ -1,8 +1,4 @@
-"""When a peer that could not be reached is tried again (pure).
-
-NIXL says at once that it cannot reach a peer. The transports over sockets dial with the first
-message, and so are never refused here.
-"""
+"""When a peer that could not be reached is tried again (pure)."""
 
 from __future__ import annotations
 

@@ -232,6 +232,7 @@ class TransferService:
         `quarantined` are blocks of the pool to which a silent peer may still write. `refused_peers`
         say by agent in what it differs, `unreachable_peers` what the last try to reach it said.
         """
+        counts = self.gauges.values()  # first: what is counted is told of below
         received = list(self._receiver.tickets.values())
         sent = list(self._sender.tickets.values())
         states = Counter(ticket.state.value for ticket in received)
@@ -249,7 +250,7 @@ class TransferService:
             "quarantined": len(blocks),
             "refused_peers": dict(self._refusals),
             "unreachable_peers": self._redials.errors(),
-            **self.gauges.values(),
+            **counts,
         }
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -319,7 +320,10 @@ class TransferService:
             self._to_both_ends(TicketTick())
             self._check_fences()
             for agent in self._redials.due(now):
-                self._reach(agent)
+                if agent not in self._peers:
+                    self._reach(agent)
+                elif self._transport.reached(agent):  # the first message has dialled it
+                    self._redials.forget(agent)
         return True
 
     def _expects_events(self) -> bool:
@@ -436,7 +440,9 @@ class TransferService:
                 self._to_sender(WriteEnded(write.action.ticket_id, ok, reason))
                 if write.action.peer in self._returning:
                     self._reach(write.action.peer)
-            case PeerDisconnected(peer):
+            case PeerDisconnected(peer, error):
+                if error and peer in self._cards:
+                    self._note_unreachable(peer, error)
                 self._lose_peer(peer)
             case _:
                 assert_never(event)
@@ -500,20 +506,24 @@ class TransferService:
         if mismatch is not None:
             self._cards.pop(agent, None)
             self._refuse(agent, mismatch)
-            # Counted last: who sees the count, in a snapshot without a lock, finds the reason too.
+            # Counted last: a snapshot without a lock that has the count has the reason too.
             self.gauges.failures["incompatible_peer"] += 1
             return
         self._refusals.pop(agent, None)
         try:
             self._transport.add_peer(card)
         except Exception as error:
-            self.gauges.failures["unreachable_peer"] += 1
-            wait_s = self._redials.note_failure(agent, str(error), time.monotonic())
-            log.error("peer %s cannot be reached, next try in %.0f s: %s", agent, wait_s, error)
+            self._note_unreachable(agent, str(error))
             return
-        self._redials.forget(agent)
+        if self._transport.reached(agent):
+            self._redials.forget(agent)
         self._peers[agent] = card
         self._send(agent, messages.GreetMessage(""))
+
+    def _note_unreachable(self, agent: str, error: str) -> None:
+        wait_s = self._redials.note_failure(agent, error, time.monotonic())
+        self.gauges.failures["unreachable_peer"] += 1
+        log.error("peer %s cannot be reached, next try in %.0f s: %s", agent, wait_s, error)
 
     def _refuse(self, agent: str, mismatch: str) -> None:
         """Tells operators why no KV is exchanged with an agent."""

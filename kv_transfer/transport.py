@@ -7,7 +7,7 @@ suite that each transport passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -117,6 +117,7 @@ class PeerDisconnected:
     """The peer's end is closed. Its last writes may still be on the way until `fenced`."""
 
     peer: str
+    error: str = field(default="", compare=False)  #: Why, if the peer was never reached.
 
 
 TransportEvent: TypeAlias = NotificationReceived | PostedWriteEnded | PeerDisconnected
@@ -151,7 +152,15 @@ class Transport(Protocol):
         ...
 
     def add_peer(self, card: PeerCard) -> None:
-        """Makes a peer reachable; a second call for the same peer changes nothing."""
+        """Makes a peer reachable; a second call for the same peer changes nothing.
+
+        Raises what it likes if the peer cannot be reached. A transport that dials with the first
+        message says so later, by the `error` of a `PeerDisconnected`.
+        """
+        ...
+
+    def reached(self, peer: str) -> bool:
+        """Returns whether the peer has answered since it was added."""
         ...
 
     def remove_peer(self, peer: str) -> None:

@@ -180,6 +180,9 @@ class NixlTransport:
         if card.agent not in self._peers:
             self._peers[card.agent] = NixlPeer(self._agent, card)
 
+    def reached(self, peer: str) -> bool:
+        return peer in self._peers
+
     def remove_peer(self, peer: str) -> None:
         removed = self._peers.pop(peer, None)
         if removed is not None:

@@ -68,6 +68,8 @@ NOTE_BYTES_LIMIT = 1 << 20  #: more than any note has; a larger one is a malform
 #: lost.
 WAITING_BYTES_LIMIT = 16 << 20
 DIAL_TIMEOUT_S = 2.0  #: for the peer's kernel to accept the connection
+NO_ANSWER = "it does not answer"
+HUNG_UP = "it hung up before it had proved who it is"
 REFUSAL_LOG_S = 60.0  #: between two lines of the log about callers that were refused
 ACCEPT_LIMIT = 64  #: callers that one poll accepts
 SYSTEM_CALL_LIMIT = 64  #: system calls at one look at a socket: one busy peer starves no other
@@ -391,6 +393,10 @@ class SocketTransport:
     def add_peer(self, card: PeerCard) -> None:
         self._cards.setdefault(card.agent, card)
 
+    def reached(self, peer: str) -> bool:
+        connection = self._outgoing.get(peer)
+        return connection is not None and not connection.frames_paused
+
     def remove_peer(self, peer: str) -> None:
         self._cards.pop(peer, None)
         self._disconnect(peer, "removed", report=False)
@@ -434,7 +440,9 @@ class SocketTransport:
         try:
             sock, error_number = self._begin_dial(self._cards[peer])
         except (OSError, OverflowError, ValueError) as error:  # the last two: no valid address
-            self._disconnect(peer, "unreachable")
+            self._disconnect(
+                peer, "unreachable", error=getattr(error, "strerror", None) or str(error)
+            )
             raise PeerLost(f"{peer}: {error}") from error
 
         peer_secret = secret_of_listener(self._secret, KIND, peer)
@@ -470,10 +478,11 @@ class SocketTransport:
             del self._writes[handle]
             self._events.append(PostedWriteEnded(handle, ok=True))
 
-    def _disconnect(self, peer: str, reason: str, report: bool = True) -> None:
+    def _disconnect(self, peer: str, reason: str, report: bool = True, error: str = "") -> None:
         """Hangs up on the peer in both directions: what it still sends is never read.
 
         Ends all writes to the peer. With `report`, the first time also says `PeerDisconnected`.
+        `error` says why the peer was not reached at all.
         """
         outgoing = self._outgoing.pop(peer, None)
         if outgoing is not None:
@@ -492,7 +501,7 @@ class SocketTransport:
         if peer not in self._disconnected:
             self._disconnected.add(peer)
             if report:
-                self._events.append(PeerDisconnected(peer))
+                self._events.append(PeerDisconnected(peer, error))
 
     def _hang_up(self, connection: IncomingConnection | OutgoingConnection) -> None:
         if isinstance(connection, IncomingConnection):
@@ -534,7 +543,7 @@ class SocketTransport:
         for connection in list(self._outgoing.values()):
             # Room to send is tried, not watched: an idle socket would report it at every poll.
             if connection.frames_paused and now > connection.setup_deadline_s:
-                self._disconnect(connection.peer, "unreachable")
+                self._disconnect(connection.peer, "unreachable", error=NO_ANSWER)
             elif connection.connected and not connection.idle:
                 self.moving = True
                 self._flush(connection)
@@ -566,26 +575,30 @@ class SocketTransport:
             self._hang_up(oldest)
 
     def _conclude_dial(self, connection: OutgoingConnection) -> None:
-        if connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            self._disconnect(connection.peer, "unreachable")
+        error_number = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error_number:
+            self._disconnect(connection.peer, "unreachable", error=os.strerror(error_number))
         else:
             self._finish_dial(connection)
 
     def _receive_reply(self, connection: OutgoingConnection) -> None:
         was_unproved = not connection.proved
+        refusal = HUNG_UP
         try:
             peer_alive = (
                 connection.read_handshake() if was_unproved else self._read_reply(connection)
             )
         except HandshakeRefused as error:
             log.warning("%s at the address of %s: hung up", error, connection.peer)
+            refusal = str(error)
             peer_alive = False
         except OSError:
             peer_alive = False
         if peer_alive and was_unproved and connection.proved:
             self._on_peer_proved(connection)
         if not peer_alive:
-            self._disconnect(connection.peer, "closed")
+            never_reached = connection.frames_paused
+            self._disconnect(connection.peer, "closed", error=refusal if never_reached else "")
 
     def _receive(self, connection: IncomingConnection) -> None:
         was_unproved = not connection.peer

@@ -28,6 +28,9 @@ class WrappedTransport:
     def add_peer(self, card: PeerCard) -> None:
         self.inner.add_peer(card)
 
+    def reached(self, peer: str) -> bool:
+        return self.inner.reached(peer)
+
     def remove_peer(self, peer: str) -> None:
         self.inner.remove_peer(peer)
 

@@ -392,6 +392,9 @@ class FabricTransport:
             self.peers.add(card.agent)
             self.hung_up.discard(card.agent)
 
+    def reached(self, peer: str) -> bool:
+        return peer in self.peers
+
     def remove_peer(self, peer: str) -> None:
         with self._fabric.lock:
             self._fabric.advance()

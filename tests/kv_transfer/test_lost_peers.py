@@ -34,6 +34,9 @@ class Stubborn:
         self.peers.add(card.agent)
         next(self.added)
 
+    def reached(self, peer):
+        return peer in self.peers
+
     def remove_peer(self, peer):
         self.peers.discard(peer)
         self.down.discard(peer)

@@ -11,9 +11,9 @@ from diptych.kv_transfer import messages, service
 from diptych.kv_transfer import tickets as t
 from diptych.kv_transfer.commands import AddPeer, LosePeer, OfferBlocks
 from diptych.kv_transfer.redials import FIRST_PAUSE_S, JITTER, LONGEST_PAUSE_S, Redials
-from diptych.kv_transfer.transport import NotificationReceived
+from diptych.kv_transfer.transport import NotificationReceived, PeerDisconnected
 
-from .support import Worker
+from .support import Worker, eventually
 
 AGENT = "prefill:0"
 
@@ -57,6 +57,9 @@ class CutOff:
         if self.broken:
             raise OSError("no route")
 
+    def reached(self, peer) -> bool:
+        return not self.broken
+
     def remove_peer(self, peer) -> None:
         pass
 
@@ -67,8 +70,38 @@ class CutOff:
         return []
 
 
-@pytest.fixture
-def cut_off(monkeypatch):
+class DialsLate(CutOff):
+    """As the transports over sockets: `add_peer` never fails, the first message dials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_dialled = False
+        self._events: list = []
+
+    def add_peer(self, card) -> None:
+        self._is_dialled = False
+
+    def reached(self, peer) -> bool:
+        return self._is_dialled and not self.broken
+
+    def notify(self, peer, note) -> None:
+        if self._is_dialled:
+            return
+        self.tries += 1
+        self._is_dialled = True
+        if self.broken:
+            self._events.append(PeerDisconnected(peer, "no route"))
+
+    def poll(self) -> list:
+        events, self._events = self._events, []
+        return events
+
+    def fenced(self, peer) -> bool:
+        return True
+
+
+@pytest.fixture(params=[CutOff, DialsLate])
+def cut_off(monkeypatch, request):
     """A service that nobody runs, its transport, a peer's card, and its clock."""
     made = Worker("tcp", "stubborn#0", 1)
     made.service.stop()
@@ -76,7 +109,7 @@ def cut_off(monkeypatch):
     own = service.TransferService(
         "me", made.pool, made.service.end, b"x", lambda admit: None, told.append
     )
-    own._transport = transport = CutOff()
+    own._transport = transport = request.param()
     card = msgspec.structs.replace(made.card, agent=AGENT, transport="cut", compatibility=b"x")
     own.card = msgspec.structs.replace(card, agent="me")
     clock = SimpleNamespace(now=1000.0)
@@ -95,6 +128,7 @@ def pass_time(own, clock, seconds: float) -> None:
 def test_neither_transfers_nor_messages_dial_a_peer_before_its_pause_is_over(cut_off) -> None:
     own, transport, card, _, told = cut_off
     own._handle_command(AddPeer("prefill", [card]))
+    own._run_round(0.0)  # transports that dial late say now that nobody is there
     note = NotificationReceived(AGENT, messages.encode(messages.ProgressMessage("another")))
     for number in range(50):
         own._handle_command(OfferBlocks(f"request{number}#0", AGENT, [1, 2], 128))
@@ -124,6 +158,7 @@ def test_a_peer_is_reached_by_itself_once_it_can_be(cut_off) -> None:
 def test_a_peer_that_the_cluster_loses_is_dialled_no_more(cut_off) -> None:
     own, transport, card, clock, _ = cut_off
     own._handle_command(AddPeer("prefill", [card]))
+    own._run_round(0.0)
     own._handle_command(LosePeer("prefill"))
     pass_time(own, clock, 60.0)
     assert transport.tries == 1 and own.statistics()["unreachable_peers"] == {}
@@ -135,3 +170,28 @@ def test_a_peer_that_is_named_anew_is_dialled_at_once(cut_off) -> None:
     transport.broken = False
     own._handle_command(AddPeer("prefill", [card]))
     assert own.statistics()["sessions"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "nobody", "told"),
+    [
+        ("tcp", b"127.0.0.1:1", "Connection refused"),
+        ("shm", b"diptych/nobody", "Connection refused"),
+    ],
+)
+def test_who_is_not_there_is_named_with_what_the_system_says(kind, nobody, told) -> None:
+    decode, prefill = Worker(kind, "decode#0", 1), Worker(kind, "prefill#0", 2)
+    card = msgspec.structs.replace(prefill.card, address=nobody)
+    try:
+        decode.submit(AddPeer(prefill.name, [card]))
+        eventually(lambda: decode.service.statistics()["unreachable_peers"], "it is named")
+        assert decode.service.statistics()["unreachable_peers"] == {prefill.agent: told}
+        decode.submit(OfferBlocks("request#0", prefill.agent, [1], 64))
+        assert decode.next() == t.TransferFailed("request#0", "peer_lost")
+
+        decode.submit(AddPeer(prefill.name, [prefill.card]))
+        eventually(lambda: not decode.service.statistics()["unreachable_peers"], "it is reached")
+        assert decode.service.statistics()["sessions"] == 1
+    finally:
+        decode.service.stop()
+        prefill.service.stop()

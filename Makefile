@@ -34,7 +34,7 @@ test-slow: install build/litellm build/quick-clients
 		|| [ $$? = $(NO_TESTS) ]
 	@$(PYTEST) -m "slow and cluster and not daily and not long" $(SLOW_SHARE) $(ARGS) || [ $$? = $(NO_TESTS) ]
 
-# On demand, once a day or before a release: further variants of what is slow.
+# On demand, once a day or before a release: further variants of what runs above.
 test-daily: install build/litellm build/quick-clients
 	@$(PYTEST) -m "daily and not long" $(ARGS) || [ $$? = $(NO_TESTS) ]
 

@@ -60,7 +60,6 @@ def distributions_of_the_smallest_size() -> set[str]:
     return found
 
 
-@pytest.mark.slow
 def test_serving_needs_nothing_but_what_the_smallest_size_installs() -> None:
     """The modules import though everything that only the larger sizes install cannot be found."""
     installed = distributions_of_the_smallest_size()

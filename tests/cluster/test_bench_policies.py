@@ -63,7 +63,6 @@ def found_by(search: PolicySearch, commit: str) -> SearchResult:
     )
 
 
-@pytest.mark.slow
 def test_what_was_searched_is_not_searched_again(
     traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

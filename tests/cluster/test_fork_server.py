@@ -128,7 +128,7 @@ def test_a_forked_process_is_what_the_client_was(server: Server) -> None:
     assert second["id"] != first["id"], "both draw the same ids"
 
 
-@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", *daily(["RAY_JOB_ID", "NEW"])])
+@pytest.mark.parametrize("variable", ["RAY_JOB_ID", "OMP_NUM_THREADS", *daily(["NEW"])])
 def test_who_has_other_variables_is_started_by_ray(server: Server, variable: str) -> None:
     assert "process" in server.ask()
     portrait = str(server.folder / "portrait.py")

@@ -10,11 +10,21 @@ from typing import NamedTuple
 
 import pytest
 from diptych.cluster.cli import app
+from diptych.cluster.launch import supervisor
 from typer.testing import CliRunner
 
 from tests.support.checkpoints import make
 from tests.support.live import BIN, free_port
-from tests.support.variants import daily
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command of this process that is not refused starts no cluster in it."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the command was not refused")
+
+    monkeypatch.setattr(supervisor, "supervise", refuse)
 
 
 class Ended(NamedTuple):
@@ -85,7 +95,7 @@ def test_a_template_that_is_none_is_named_with_its_line(tmp_path: Path) -> None:
     refused(serve("--chat-template", str(file)), "model.chat_template", "chat.jinja, line 2")
 
 
-@pytest.mark.parametrize("flag", ["--port", *daily(["--grpc-port", "--set"])])
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port", "--set"])
 def test_a_taken_port_is_named_with_the_way_out(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -136,4 +146,5 @@ def test_commands_without_a_cluster_say_how_to_start_one() -> None:
 
 
 def test_a_process_ends_with_the_sentence_and_without_a_trace() -> None:
-    refused(serve_in_a_process("/no/such/model"), "/no/such/model is not a folder")
+    done = serve_in_a_process("--set", "pools.decode.engine.kv_mib=99000000")
+    refused(done, "too little memory")

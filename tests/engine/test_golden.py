@@ -148,7 +148,9 @@ def test_shards_match_transformers(tmp_path: Path, name: str) -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("style", daily_but(["block", "compressed-channel"], quantized.STYLES))
+@pytest.mark.parametrize(
+    "style", daily_but(["block", "tensor", "compressed-channel"], quantized.STYLES)
+)
 @pytest.mark.parametrize(
     "name", ["llama", pytest.param("mixtral", marks=SLOW), pytest.param("qwen3_moe", marks=SLOW)]
 )

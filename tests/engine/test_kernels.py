@@ -212,7 +212,7 @@ def test_what_lies_between_the_matrices_is_as_in_torch(rows: int, instructions: 
 @pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("inputs", "outputs"),
-    [(64, 96), (1024, 2080), pytest.param(2816, 1000, marks=pytest.mark.daily)],
+    [(64, 96), (64, 104), (1024, 2080), pytest.param(2816, 1000, marks=pytest.mark.daily)],
 )
 def test_linears_are_plain_linears_with_what_surrounds_them(
     linear_instructions: str, inputs: int, outputs: int, bias: bool

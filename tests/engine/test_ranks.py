@@ -126,8 +126,9 @@ class TestOnePair:
         assert answers[0] == answers[1] == answers[2]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", *(pytest.param(n, marks=SLOW) for n in ("qwen2", "qwen3", "mixtral"))]
+)
 def test_two_ranks_of_other_architectures_answer_as_one(checkpoint, name: str) -> None:
     with on(1, checkpoint(name), "float32") as one, on(2, checkpoint(name), "float32") as two:
         assert_equal_answers(one, two)

@@ -256,7 +256,7 @@ def test_the_clusters_processes_are_forked_from_one_that_has_the_imports(live: L
     assert "diptych.cluster.launch.fork_server" in parents.pop().cmdline()
 
 
-@pytest.mark.parametrize("home", ["decode", *daily(["prefill"])])
+@pytest.mark.parametrize("home", ["prefill", *daily(["decode"])])
 def test_a_killed_worker_is_replaced_and_the_next_chat_works(live: Live, home: str) -> None:
     victim = live.worker(home)
     os.kill(victim["pid"], signal.SIGKILL)
@@ -348,7 +348,7 @@ def test_a_stream_survives_a_process_that_freezes_for_a_while(live: Live, frozen
     assert live.chat(QUESTION).json()["choices"][0]["message"]["content"] == ANSWER
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, *daily([signal.SIGTERM])])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *daily([signal.SIGKILL])])
 def test_a_stream_survives_the_end_of_its_decode_worker(live: Live, number: signal.Signals) -> None:
     """At SIGTERM it hands its streams over and ends at once; the only one waits for the next."""
     question = max(ANSWERS, key=lambda q: len(ANSWERS[q]))

@@ -1,4 +1,4 @@
-"""Variants of a test that show what their neighbours show, once more: `make test-daily` runs them."""
+"""Variants of a test whose neighbours take the same way through the code: `make test-daily`."""
 
 from __future__ import annotations
 

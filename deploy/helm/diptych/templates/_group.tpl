@@ -76,20 +76,21 @@
           {{- toYaml $group.resources | nindent 10 }}
         securityContext:
           {{- include "diptych.containerSecurity" $group.capabilities | nindent 10 }}
-        {{- if eq $root.Values.gateway.listen "gateway" }}
-        # KubeRay's own probe asks Serve's proxy, which is not there.
+        # KubeRay's own probe takes a pod out of its Service after a single answer that takes two seconds.
+        {{- $proxied := eq $root.Values.gateway.listen "serve" }}
+        {{- $wget := printf "wget -q -T %d -O -" (ternary 4 2 $proxied) }}
         readinessProbe:
           exec:
             command:
             - bash
             - -c
-            - wget -q -T 2 -O - http://localhost:52365/api/local_raylet_healthz | grep -q success
-              {{- if $slots.gateway }} && wget -q -T 2 -O /dev/null http://localhost:8000/ready{{ end }}
+            - {{ $wget }} http://localhost:52365/api/local_raylet_healthz | grep -q success
+              {{- if $proxied }} && {{ $wget }} http://localhost:8000/-/healthz | grep -q success
+              {{- else if $slots.gateway }} && {{ $wget }} http://localhost:8000/ready > /dev/null{{ end }}
           initialDelaySeconds: 5
-          periodSeconds: 2
-          timeoutSeconds: 5
+          periodSeconds: {{ ternary 5 2 $proxied }}
+          timeoutSeconds: {{ ternary 9 5 $proxied }}
           failureThreshold: 2
-        {{- end }}
         lifecycle:
           preStop:
             exec:

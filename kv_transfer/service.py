@@ -232,7 +232,7 @@ class TransferService:
         `quarantined` are blocks of the pool to which a silent peer may still write. `refused_peers`
         say by agent in what it differs, `unreachable_peers` what the last try to reach it said.
         """
-        counts = self.gauges.values()  # first: what is counted is told of below
+        counts = self.gauges.values()  # read first: a reason is noted before it is counted
         received = list(self._receiver.tickets.values())
         sent = list(self._sender.tickets.values())
         states = Counter(ticket.state.value for ticket in received)
@@ -521,6 +521,7 @@ class TransferService:
         self._send(agent, messages.GreetMessage(""))
 
     def _note_unreachable(self, agent: str, error: str) -> None:
+        """Tells operators why a peer is out of reach, and puts off the next dial."""
         wait_s = self._redials.note_failure(agent, error, time.monotonic())
         self.gauges.failures["unreachable_peer"] += 1
         log.error("peer %s cannot be reached, next try in %.0f s: %s", agent, wait_s, error)

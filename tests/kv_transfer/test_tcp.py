@@ -278,6 +278,22 @@ def test_a_stranger_that_waits_is_dropped_in_time(both, clock, said):
     assert both.right.downs() == 0
 
 
+def test_a_peer_that_hangs_up_before_its_proof_was_not_reached():
+    pool = MemoryPool()
+    transport = open_tcp("near#0", pool, lambda *_: True)
+    with socket.create_server(("127.0.0.1", 0)) as hasty:
+        address = "{}:{}".format(*hasty.getsockname()).encode()
+        card = card_of("far#0", transport, pool)
+        transport.add_peer(msgspec.structs.replace(card, address=address))
+        transport.notify("far#0", b"hello")
+        hasty.accept()[0].close()
+        events: list = []
+        eventually(lambda: events.extend(transport.poll()) or events, "the end is seen")
+    (lost,) = events
+    assert lost == PeerDisconnected("far#0") and lost.error == stream.HUNG_UP
+    transport.close()
+
+
 def test_a_peer_that_never_proves_itself_is_given_up_in_time(clock):
     pool = MemoryPool()
     transport = open_tcp("near#0", pool, lambda *_: True)
@@ -291,10 +307,9 @@ def test_a_peer_that_never_proves_itself_is_given_up_in_time(clock):
         clock[0] += handshake.HANDSHAKE_TIMEOUT_S * 0.99
         assert transport.poll() == []
         clock[0] += handshake.HANDSHAKE_TIMEOUT_S * 0.02
-        assert transport.poll() == [
-            PostedWriteEnded(handle, False, "unreachable"),
-            PeerDisconnected("far#0"),
-        ]
+        ended, lost = transport.poll()
+        assert ended == PostedWriteEnded(handle, False, "unreachable")
+        assert lost == PeerDisconnected("far#0") and lost.error == stream.NO_ANSWER
         sock.close()
     transport.close()
 

@@ -294,6 +294,25 @@ def test_a_peer_that_hangs_up_before_its_proof_was_not_reached():
     transport.close()
 
 
+def test_a_peer_that_was_reached_and_ends_is_not_called_out_of_reach():
+    near, far = (open_tcp(f"{name}#0", MemoryPool(), lambda *_: True) for name in ("near", "far"))
+    near.add_peer(card_of("far#0", far, far.pool))
+    near.notify("far#0", b"hello")
+
+    def is_reached() -> bool:
+        far.poll()
+        near.poll()
+        return near.reached("far#0")
+
+    eventually(is_reached, "it is reached")
+    far.close()
+    events: list = []
+    eventually(lambda: events.extend(near.poll()) or events, "the end is seen")
+    (lost,) = events
+    assert lost == PeerDisconnected("far#0") and lost.error == ""
+    near.close()
+
+
 def test_a_peer_that_never_proves_itself_is_given_up_in_time(clock):
     pool = MemoryPool()
     transport = open_tcp("near#0", pool, lambda *_: True)

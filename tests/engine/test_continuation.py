@@ -75,6 +75,7 @@ def engines(checkpoint: Callable[[str], Path]) -> tuple[Engine, Engine, Engine]:
 def test_an_answer_goes_on_elsewhere_bit_by_bit(engines, way: str) -> None:
     first, second, guessing = engines
     sampling, ids = WAYS[way], rig.prompt(100, seed=5) + rig.prompt(30, seed=5)
+    drafted_before = guessing.drafted_tokens
     whole = rig.alone(first, ids, sampling)
     assert len(whole) > 15
     draw = random.Random(way)
@@ -82,7 +83,8 @@ def test_an_answer_goes_on_elsewhere_bit_by_bit(engines, way: str) -> None:
     for cut in sorted(cut for cut in cuts if cut < len(whole)):  # 28: the last id fills a block...
         for engine in (second, guessing):
             assert rest(engine, ids, sampling, whole[:cut]) == whole[cut:], cut
-    assert guessing.drafted_tokens > 0
+    if way == "penalties":  # the others repeat themselves on some CPUs only
+        assert guessing.drafted_tokens > drafted_before
 
 
 def test_it_may_be_cut_many_times(engines) -> None:

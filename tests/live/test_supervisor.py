@@ -25,8 +25,16 @@ def processes_of(live: Live) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
+def command_of(process: psutil.Process) -> str:
+    """The words a process was started with; a process that has ended has none."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # also what psutil raises for a zombie
+        return ""
+
+
 def process_named(live: Live, name: str) -> psutil.Process:
-    found = [one for one in processes_of(live) if name in " ".join(one.cmdline())]
+    found = [one for one in processes_of(live) if name in command_of(one)]
     assert len(found) == 1, found
     return found[0]
 
@@ -41,11 +49,7 @@ def ray_folder(log: Path) -> Path:
 
 def folders_of(process: psutil.Process) -> list[Path]:
     """The folders of Ray that a process was started with."""
-    try:
-        words = " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return []
-    return [Path(name) for name in re.findall(r"/tmp/dip\w+", words)]
+    return [Path(name) for name in re.findall(r"/tmp/dip\w+", command_of(process))]
 
 
 def test_a_cluster_comes_back_without_ray_and_ends_with_serve(tmp_path: Path) -> None:
@@ -53,7 +57,7 @@ def test_a_cluster_comes_back_without_ray_and_ends_with_serve(tmp_path: Path) ->
         first_folder = ray_folder(live.log)
         first_processes = processes_of(live)[1:]
         # Nobody reads what Ray's log monitor sends, and it keeps all logs open.
-        assert not [one for one in first_processes if "log_monitor" in " ".join(one.cmdline())]
+        assert not [one for one in first_processes if "log_monitor" in command_of(one)]
         process_named(live, "gcs/gcs_server").kill()
         eventually(lambda: live.log.read_text().count("] ready") == 2, AGAIN_S)
         assert "Ray's gcs_server has ended" in live.log.read_text()

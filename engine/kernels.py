@@ -121,11 +121,10 @@ BUILDS = (
     ),
     KernelBuild(
         "avx512",
-        "cpp-avx512bf16-rows",
+        "cpp-avx512bf16-linear",
         (("avx512_bf16", "AVX512-BF16"),),
         _AVX512_FLAGS,
         ("_avx512",),
-        has_linear=False,
         mlp_rows=MLP_ROWS,
     ),
     KernelBuild(

@@ -160,6 +160,12 @@ def _arrange_tiles(weight: torch.Tensor) -> torch.Tensor:
     return pairs.permute(0, 3, 1, 4, 2)
 
 
+def _arrange_pairs(weight: torch.Tensor) -> torch.Tensor:
+    """For `linear_avx512.cpp`: panels of 64 outputs, for each pair of inputs a word of each output."""
+    outputs, inputs = weight.shape
+    return weight.view(torch.int32).view(outputs // 64, 64, inputs // 2).permute(0, 2, 1)
+
+
 def _arrange_words(weight: torch.Tensor) -> torch.Tensor:
     """For `linear_avx2.cpp`: panels of 16 outputs, for each input 8 words of two outputs.
 
@@ -184,6 +190,14 @@ KERNEL_SHAPES = {
         rows=32,
         packed_dtype=torch.bfloat16,
         arrange=_arrange_tiles,
+        interleave=partial(_interleave, run=16),
+    ),
+    "avx512": KernelShape(
+        panel=64,
+        input_multiple=16,
+        rows=1,
+        packed_dtype=torch.bfloat16,
+        arrange=_arrange_pairs,
         interleave=partial(_interleave, run=16),
     ),
     "avx2": KernelShape(

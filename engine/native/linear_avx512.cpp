@@ -1,0 +1,167 @@
+// Linear layers on AVX512-BF16 whose rows do not depend on the rows beside them.
+//
+// Every sum is over pairs of inputs in order, by one instruction for each pair, whatever the number of
+// rows. Up to six rows share registers, never sums. So few rows cost one read of the weights.
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kVectors = 4;           // of 16 outputs each, in a panel
+constexpr int kPanel = 16 * kVectors;  // outputs whose sums are four registers for each row
+constexpr int kRows = 6;              // rows that share registers: 24 sums, 4 weights, 1 input
+constexpr int64_t kCached = 1 << 18;  // bf16 elements of rows that stay in L2
+constexpr int64_t kDepth = 48;        // pairs of inputs whose weights of a panel stay in L1
+constexpr int64_t kAhead = 128;      // pairs of weights on their way, where each is used once
+
+struct Call {
+    const uint16_t *x, *norm;   // [rows, K], [K] or null
+    const uint32_t *weight;     // panels [N/64][K/2][64] of pairs: two neighbouring inputs of an output
+    const float *bias;          // [N] or null
+    const uint16_t *residual;   // [rows, N] or null: added after rounding
+    uint16_t *out;              // [rows, N], or [rows, N/2] if gated
+    int64_t rows, inputs, outputs, x_row;
+    float eps;
+    bool gated;                 // even vectors of 16 are gates, odd ones what they gate
+};
+
+// A row of x, normalised.
+void normalise(const Call &c, int64_t row, uint16_t *to) {
+    const uint16_t *x = c.x + row * c.x_row;
+    Floats squares = zeros();
+    for (int64_t i = 0; i < c.inputs; i += kFloats) {
+        const Floats v = load_bf16(x + i);
+        squares = multiply_add(v, v, squares);
+    }
+    const Floats scale = all(1.0f / std::sqrt(sum_lanes(squares) / c.inputs + c.eps));
+    for (int64_t i = 0; i < c.inputs; i += kFloats) {
+        const Floats v = round_bf16(multiply(load_bf16(x + i), scale));
+        store_bf16(to + i, multiply(v, load_bf16(c.norm + i)));
+    }
+}
+
+// Rounds a row's finished sums of a panel into the output.
+void finish(const Call &c, int64_t row, int64_t panel, const float *finished) {
+    const int64_t column = panel * kPanel;
+    Floats sums[kVectors];
+    for (int v = 0; v < kVectors; ++v) sums[v] = load(finished + 16 * v);
+    if (c.bias)
+        for (int v = 0; v < kVectors; ++v) sums[v] = add(sums[v], load(c.bias + column + 16 * v));
+    if (c.gated) {
+        uint16_t *out = c.out + row * (c.outputs / 2) + column / 2;
+        for (int v = 0; v < kVectors; v += 2) {
+            const Floats gate = round_bf16(silu(round_bf16(sums[v])));
+            store_bf16(out + 8 * v, multiply(gate, round_bf16(sums[v + 1])));
+        }
+        return;
+    }
+    const int64_t at = row * c.outputs + column;
+    for (int v = 0; v < kVectors; ++v) {
+        if (c.residual) sums[v] = add(round_bf16(sums[v]), load_bf16(c.residual + at + 16 * v));
+        store_bf16(c.out + at + 16 * v, sums[v]);
+    }
+}
+
+// Which weights are fetched while others are multiplied: `lines` cache lines from `at` on, with every
+// `every`th pair of inputs (a power of 2).
+struct Ahead {
+    const char *at;
+    int lines;
+    int64_t every;
+};
+
+// sums [R][64] += R rows from `x` on, each `stride` behind the one before, times `pairs` pairs of inputs
+// of a panel. Fresh sums are 0 before.
+template <int R>
+void product(const uint16_t *x, int64_t stride, const uint32_t *weight, int64_t pairs, float *sums,
+             bool fresh, Ahead &ahead) {
+    __m512 sum[R][kVectors];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sum[r][v] = fresh ? zeros() : load(sums + r * kPanel + 16 * v);
+    for (int64_t k = 0; k < pairs; ++k, weight += kPanel) {
+        if ((k & (ahead.every - 1)) == 0)
+            for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T1);
+        __m512i w[kVectors];
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) w[v] = _mm512_loadu_si512(weight + 16 * v);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            int32_t pair;
+            std::memcpy(&pair, x + r * stride + 2 * k, sizeof pair);
+            const __m512bh input = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v)
+                sum[r][v] = _mm512_dpbf16_ps(sum[r][v], input, (__m512bh)w[v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) _mm512_storeu_ps(sums + r * kPanel + 16 * v, sum[r][v]);
+}
+
+// Rows `first`..`last` times one panel, while the next one is fetched. Where weights are used more than
+// once, a part of them stays in L1 for all rows.
+void multiply_panel(const Call &c, const uint16_t *x, int64_t stride, int64_t first, int64_t last,
+                    int64_t panel, float *sums) {
+    const int64_t pairs = c.inputs / 2;
+    const int64_t passes = (last - first + kRows - 1) / kRows;  // so often each weight is used
+    const int64_t depth = passes > 1 ? kDepth : pairs;
+    const uint32_t *weight = c.weight + panel * pairs * kPanel;
+    Ahead ahead{(const char *)(weight + (passes > 1 ? pairs * kPanel : kAhead)), 1, 1};
+    if (passes < kVectors)
+        ahead.lines = (int)((kVectors + passes - 1) / passes);
+    else
+        while (ahead.every * 2 * kVectors <= passes) ahead.every *= 2;
+    for (int64_t k = 0; k < pairs; k += depth) {
+        const int64_t part = std::min(depth, pairs - k);
+        for (int64_t row = first; row < last; row += kRows) {
+            const uint16_t *from = x + row * stride + 2 * k;
+            const uint32_t *w = weight + k * kPanel;
+            float *to = sums + (row - first) * kPanel;
+            const bool fresh = k == 0;
+            const int rows = (int)std::min<int64_t>(kRows, last - row);
+            switch (rows) {
+                case 1: product<1>(from, stride, w, part, to, fresh, ahead); break;
+                case 2: product<2>(from, stride, w, part, to, fresh, ahead); break;
+                case 3: product<3>(from, stride, w, part, to, fresh, ahead); break;
+                case 4: product<4>(from, stride, w, part, to, fresh, ahead); break;
+                case 5: product<5>(from, stride, w, part, to, fresh, ahead); break;
+                case 6: product<6>(from, stride, w, part, to, fresh, ahead); break;
+            }
+            if (k + part == pairs)
+                for (int r = 0; r < rows; ++r) finish(c, row + r, panel, to + r * kPanel);
+        }
+    }
+}
+
+}  // namespace
+
+// `normalised` holds rows * inputs elements; inputs are a multiple of 16, outputs of 64.
+extern "C" void linear_avx512(const uint16_t *x, int64_t x_row, int64_t rows, const uint16_t *norm,
+                              float eps, const uint32_t *weight, const float *bias,
+                              const uint16_t *residual, uint16_t *out, int64_t inputs,
+                              int64_t outputs, int gated, uint16_t *normalised, int threads) {
+    const Call c{x, norm, weight, bias, residual, out, rows, inputs, outputs, x_row, eps, gated != 0};
+    const int64_t cached_rows = std::max<int64_t>(kCached / inputs / kRows * kRows, kRows);
+    const int64_t panels = outputs / kPanel;
+    const uint16_t *from = norm ? normalised : x;
+    const int64_t stride = norm ? inputs : x_row;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        thread_local Buffer<float> buffer;
+        float *sums = buffer.at_least(std::min(rows, cached_rows) * kPanel);
+        if (norm) {
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < rows; ++row) normalise(c, row, normalised + row * inputs);
+        }
+        for (int64_t first = 0; first < rows; first += cached_rows) {
+            const int64_t last = std::min(rows, first + cached_rows);
+#pragma omp for schedule(static) nowait
+            for (int64_t panel = 0; panel < panels; ++panel)
+                multiply_panel(c, from, stride, first, last, panel, sums);
+        }
+    }
+}

@@ -1,0 +1,105 @@
+"""The readiness probe that the chart gives its pods, run against servers on the ports it asks."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.deploy.test_render import container_of, groups_of, service, two_gateways
+
+from deploy import render
+
+WITHOUT = [name for name in ("wget", "unshare", "ip") if shutil.which(name) is None]
+
+#: Runs the probe in a network of its own: the ports are fixed, and others may have them here.
+#: Arguments: the probe's command, then port=status=body of each server.
+SCRIPT = """
+import subprocess, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+def serve(port, status, body):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(int(status))
+            self.end_headers()
+            self.wfile.write(body.encode())
+        def log_message(self, *arguments):
+            pass
+    server = ThreadingHTTPServer(("127.0.0.1", int(port)), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+for words in sys.argv[2:]:
+    serve(*words.split("="))
+probe = subprocess.run(["bash", "-c", sys.argv[1]], stderr=subprocess.DEVNULL)
+print("ready" if probe.returncode == 0 else "not ready")
+"""
+
+RAY = "52365=200=success"
+PROXY = "8000=200=success"
+
+
+def answer(command: str, *servers: str) -> str:
+    """What the probe says of a pod in which these servers run."""
+    told = subprocess.run(
+        ["unshare", "--net", "--map-root-user", sys.executable, "-c", SCRIPT, command, *servers],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if "unshare failed" in told.stderr:
+        pytest.skip(f"no network namespace can be made here: {told.stderr.strip()}")
+    assert told.returncode == 0, told.stderr
+    return told.stdout.strip()
+
+
+def probe_of(container: dict) -> str:
+    return container["readinessProbe"]["exec"]["command"][-1]
+
+
+pytestmark = pytest.mark.skipif(bool(WITHOUT), reason=f"needs {', '.join(WITHOUT)}")
+
+
+@pytest.mark.parametrize(
+    ("servers", "told"),
+    [
+        ((RAY, PROXY), "ready"),
+        ((PROXY,), "not ready"),
+        ((RAY,), "not ready"),
+        ((RAY, "8000=503=This node is being drained."), "not ready"),
+        (("52365=503=failed", PROXY), "not ready"),
+    ],
+    ids=["both", "no raylet", "no proxy", "draining", "ill raylet"],
+)
+def test_a_pod_is_ready_where_its_raylet_and_its_proxy_say_so(
+    servers: tuple[str, ...], told: str
+) -> None:
+    assert answer(probe_of(container_of(render.render({"groups": groups_of()}))), *servers) == told
+
+
+@pytest.mark.parametrize(
+    ("group", "servers", "told"),
+    [
+        ("front", (RAY, "8000=200={}"), "ready"),
+        ("front", (RAY, "8000=503={}"), "not ready"),
+        ("work", (RAY,), "ready"),
+        ("work", (), "not ready"),
+    ],
+)
+def test_a_pod_with_a_gateway_of_its_own_is_ready_as_the_gateway_is(
+    group: str, servers: tuple[str, ...], told: str
+) -> None:
+    groups = service(two_gateways())["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    (chosen,) = [one for one in groups if one["groupName"] == group]
+    assert answer(probe_of(chosen["template"]["spec"]["containers"][0]), *servers) == told
+
+
+def test_one_slow_answer_takes_no_pod_out_of_its_service() -> None:
+    probe = container_of(render.render({"groups": groups_of()}))["readinessProbe"]
+    assert probe["failureThreshold"] > 1
+    # The two questions are asked one after the other, each with a limit of its own.
+    limits = [int(word) for word in probe["exec"]["command"][-1].split() if word.isdigit()]
+    assert len(limits) == 2 and sum(limits) < probe["timeoutSeconds"]

@@ -56,8 +56,6 @@ class KernelBuild:
     compiler_flags: tuple[str, ...]
     #: Sources whose names end so belong to this build; those without an ending to every build.
     source_endings: tuple[str, ...]
-    #: The linear layers are a kernel, too; else oneDNN computes them.
-    has_linear: bool = True
     mlp_rows: int | None = None  #: `Ops.mlp_rows`
 
     @property
@@ -109,8 +107,8 @@ SIGNATURES: dict[str, list[type]] = {
     ],
 }
 
-#: The builds, the fastest first. "-rows" in a name tells attention whose rows share registers from an
-#: earlier one.
+#: The builds, the fastest first. "-linear" in a name tells linear layers of ours from oneDNN's, which
+#: this build had before.
 BUILDS = (
     KernelBuild(
         "amx",
@@ -325,9 +323,10 @@ def _digest(compiler: str, flags: list[str], sources: list[Path]) -> str:
 
 def _declare(library: ctypes.CDLL, build: KernelBuild) -> None:
     """Tell ctypes the parameters of the library's functions."""
-    signatures = SIGNATURES | {build.attention: _ATTENTION}
-    if build.has_linear:
-        signatures[f"linear_{build.instructions}"] = _LINEAR
+    signatures = SIGNATURES | {
+        build.attention: _ATTENTION,
+        f"linear_{build.instructions}": _LINEAR,
+    }
     for name, parameters in signatures.items():
         function = getattr(library, name)
         function.restype = None

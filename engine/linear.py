@@ -1,8 +1,8 @@
 """Linear layers whose rows do not depend on the rows beside them.
 
-On CPUs with AMX, and on those with AVX2 but without AVX512-BF16, the layer is our own kernel
-(`native/linear_amx.cpp`, `linear_avx2.cpp`). It has one order of sums whatever the number of rows,
-and does the norm before the product and the activation or the residual behind it in the same call.
+On CPUs with AMX, AVX512-BF16 or AVX2, the layer is our own kernel (`native/linear_amx.cpp`,
+`linear_avx512.cpp`, `linear_avx2.cpp`). It has one order of sums whatever the number of rows, and
+does the norm before the product and the activation or the residual behind it in the same call.
 
 Where that kernel is missing, or does not fit the weights, the product is torch's, which for bf16
 is oneDNN's. That library picks its kernel by the number of rows. On a CPU with AMX, two of oneDNN's
@@ -241,7 +241,7 @@ class NativeLinear(Linear):
     @staticmethod
     def fits(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, ops: NativeOps) -> bool:
         """Return whether the kernel of `ops` can compute a layer of these weights."""
-        if not ops.build.has_linear or weight.dtype != torch.bfloat16:
+        if weight.dtype != torch.bfloat16:
             return False
         shape = KERNEL_SHAPES[ops.build.instructions]
         outputs, inputs = weight.shape

@@ -27,17 +27,26 @@ inline __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
     return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
 }
 
-// K page [64][dim] -> [dim / 2][64] pairs, by 16 x 16 transposes of 32-bit pairs.
-void pack_keys(const uint16_t *page, int dim, uint32_t *packed) {
+// Asks for `count` numbers of a page that is needed soon. The CPU reads them while it computes.
+inline void fetch(const uint16_t *numbers, int count) {
+    for (int i = 0; i < count; i += 32) _mm_prefetch((const char *)(numbers + i), _MM_HINT_T1);
+}
+
+// K page [64][dim] -> [dim / 2][64] pairs, by 16 x 16 transposes of 32-bit pairs; fetches page `next`.
+void pack_keys(const uint16_t *page, const uint16_t *next, int dim, uint32_t *packed) {
     for (int key = 0; key < kPage; key += 16)
-        for (int pair = 0; pair < dim / 2; pair += 16)
+        for (int pair = 0; pair < dim / 2; pair += 16) {
             transpose(page + key * dim + pair * 2, dim * 2, packed + pair * kPage + key, kPage * 4);
+            fetch(next, 512);
+            next += 512;
+        }
 }
 
 // V page [64][dim] -> [32][dim] pairs of neighbouring keys. Keys from `used` on are 0: a weight of 0
-// does not hide what is no number.
-void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed) {
-    for (int pair = 0; pair < kPage / 2; ++pair)
+// does not hide what is no number. Fetches page `next`.
+void pack_values(const uint16_t *page, const uint16_t *next, int dim, int64_t used, uint32_t *packed) {
+    for (int pair = 0; pair < kPage / 2; ++pair) {
+        fetch(next + 2 * pair * dim, 2 * dim);
         for (int d = 0; d < dim; d += 16) {
             const uint16_t *low = page + 2 * pair * dim + d;
             const __mmask16 first = 2 * pair < used ? 0xffff : 0, second = 2 * pair + 1 < used ? 0xffff : 0;
@@ -46,6 +55,7 @@ void pack_values(const uint16_t *page, int dim, int64_t used, uint32_t *packed) 
             const __m512i both = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
             _mm512_storeu_si512(packed + pair * dim + d, both);
         }
+    }
 }
 
 // A query token's head, while its pages are walked.
@@ -190,12 +200,6 @@ void finish(const Shape &s, const Row &row) {
     }
 }
 
-// Reads a page of K or V once, line after line. The CPU's prefetcher follows that at the full rate of
-// DRAM; the strides of `pack_keys` alone would wait for each line, and so would prefetches of ours.
-inline void read_ahead(const uint16_t *page, int dim) {
-    for (int i = 0; i < kPage * dim; i += 32) (void)*(const volatile uint16_t *)(page + i);
-}
-
 // The heads of a page lie one after the other, so they are walked in that order.
 void work(const Shape &s, const Item &item) {
     thread_local std::vector<uint32_t> keys, values;
@@ -219,16 +223,19 @@ void work(const Shape &s, const Item &item) {
     }
     const int64_t oldest = s.window ? std::max<int64_t>(item.start - s.window + 1, 0) : 0;
     const int64_t last = (item.start + item.count - 1) / kPage;
+    const auto place = [&](int64_t p, int h) { return item.table[p] * s.block + (item.head + h) * s.head; };
+    int64_t base = place(oldest / kPage, 0);
     for (int64_t p = oldest / kPage; p <= last; ++p)
         for (int h = 0; h < item.heads; ++h) {
-            const int64_t base = item.table[p] * s.block + (item.head + h) * s.head;
-            read_ahead(s.k + base, s.dim);
-            read_ahead(s.v + base, s.dim);
-            pack_keys(s.k + base, s.dim, keys.data());
-            pack_values(s.v + base, s.dim, item.start + item.count - p * kPage, values.data());
+            int64_t next = base;  // behind the last page there is none
+            if (h + 1 < item.heads) next = place(p, h + 1);
+            else if (p < last) next = place(p + 1, 0);
+            pack_keys(s.k + base, s.k + next, s.dim, keys.data());
+            pack_values(s.v + base, s.v + next, s.dim, item.start + item.count - p * kPage, values.data());
             for (int r = 0; r < total; r += kRows)
                 any_page(s, &rows[h * total + r], std::min(kRows, total - r), keys.data(), values.data(),
                          p * kPage);
+            base = next;
         }
     for (const Row &row : rows) finish(s, row);
 }

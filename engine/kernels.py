@@ -31,8 +31,8 @@ from .ops import Ops, RmsNorm
 FOLDER = Path(__file__).with_name("native")
 
 #: Rows of an MLP at a time without tiles. In such chunks 2,048 rows of an MLP of 1024 -> 2816 ->
-#: 1024 take 0.79 of the CPU time that they take all at once (measured beside other processes); in
-#: smaller chunks the weights are read too often.
+#: 1024 took 0.79 of the CPU time that they take all at once (measured beside other processes, with
+#: oneDNN's linear layers); in smaller chunks the weights are read too often.
 MLP_ROWS = 512
 
 #: The only size of KV blocks, in tokens, that attention in C++ knows; torch attends to all others.
@@ -234,7 +234,7 @@ class NativeOps(Ops):
         kv_heads = keys.shape[1]
         head_dim = keys.shape[3]
         heads = width // head_dim - 2 * kv_heads
-        assert qkv.is_contiguous()
+        qkv = qkv.contiguous()  # it is not where a linear layer has filled up its last panel
         query_norm, key_norm = norms or (None, None)
         cosines, sines = angles
         # in the order of `SIGNATURES["rope_store"]`

@@ -9,7 +9,7 @@ is oneDNN's. That library picks its kernel by the number of rows. On a CPU with 
 kernels may sum in another order: a bf16 linear of 1024 -> 5632 gives other last bits at 64 rows
 than at 32. So each bf16 shape is calibrated once per process: which row counts give the bits of
 16-row calls? Any number of rows is then computed in pieces of those sizes, the last one padded.
-Where all kernels agree (AVX512-BF16), that is one call up to the largest size.
+Where all kernels agree, as most do without AMX, that is one call up to the largest size.
 
     python -m diptych.engine.linear     # prints what exactness costs on this machine
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -142,8 +143,8 @@ class KernelShape:
 
     panel: int  #: Outputs that are computed together; missing ones are filled up with zeros.
     input_multiple: int  #: The number of inputs must be a multiple of this.
-    rows: int  #: Rows that are packed together.
-    packed_dtype: torch.dtype  #: Of the packed rows.
+    rows: int  #: The workspace has room for a multiple of so many rows.
+    packed_dtype: torch.dtype  #: Of the rows in the workspace, as the kernel reads them.
     #: Orders weights as the kernel reads them; their outputs fill the last panel.
     arrange: Callable[[torch.Tensor], torch.Tensor]
     #: Puts gates beside what they gate, in weights of gates over what they gate.
@@ -261,6 +262,7 @@ class NativeLinear(Linear):
             return residual + self(rows, norm)
         row_count = rows.shape[0]
         assert rows.stride(1) == 1 and (residual is None or residual.is_contiguous())
+        assert residual is None or not self._gated  # the kernels have no such layer
         width = self._padded_outputs // (2 if self._gated else 1)
         out = torch.empty(row_count, width, dtype=rows.dtype)
         packed_rows = (row_count + shape.rows - 1) // shape.rows * shape.rows
@@ -358,11 +360,16 @@ def calibrate(product: Product, inputs: int) -> tuple[int, ...]:
     return tuple(size for size in SIZES if agrees(size))
 
 
+#: Bytes of the weights that `main` measures with: more than any cache, as all layers of a model are.
+MEASURED_BYTES = 1 << 28
+MEASURED_ROWS = (1, 8, 32, 512)
+
+
 def main() -> None:
     """Print what exactness costs on one core of this machine.
 
-    These are the rates of our own kernel and of oneDNN, in pieces that agree and in one call, and
-    the sizes that agree.
+    These are the rates of our own kernel, of oneDNN in pieces that agree and of oneDNN in one call,
+    and the sizes that agree. All weights come from memory. So a rate at one row is GB/s as well.
     """
     torch.set_num_threads(1)
     try:
@@ -370,33 +377,36 @@ def main() -> None:
     except KernelUnavailable as error:
         print(f"no kernels of our own: {error}")
         ops = Ops()
-    print(f"one core, GFLOP/s at 1, 32, 512 rows: {ops.name} | oneDNN exact (one call): row counts")
+    rows_text = ", ".join(map(str, MEASURED_ROWS))
+    print(f"one core, GFLOP/s at {rows_text} rows: {ops.name} | oneDNN exact (one call): row counts")
     for inputs, outputs in ((768, 256), (1024, 2048), (1024, 5632), (2816, 1024)):
-        weight = torch.randn(outputs, inputs).bfloat16()
-        onednn = Linear(weight)
-        tiles = make_linear(weight, ops=ops)
-        tile_rates: list[str] = []
+        count = -(-MEASURED_BYTES // (2 * inputs * outputs))
+        weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(count)]
+        own = [make_linear(weight, ops=ops) for weight in weights]
+        own_rates = [f"{_gflops_per_s(own, rows, inputs, outputs):.0f}" for rows in MEASURED_ROWS]
+        onednn = [Linear(weight) for weight in weights]
         onednn_rates: list[str] = []
-        for row_count in (1, 32, 512):
-            rows = torch.randn(row_count, inputs).bfloat16()
-            exact = _gflops_per_s(onednn, rows, outputs)
-            one_call = _gflops_per_s(onednn._product, rows, outputs)
-            tile_rates.append(f"{_gflops_per_s(tiles, rows, outputs):.0f}")
+        for rows in MEASURED_ROWS:
+            exact = _gflops_per_s(onednn, rows, inputs, outputs)
+            one_call = _gflops_per_s([one._product for one in onednn], rows, inputs, outputs)
             onednn_rates.append(f"{exact:.0f} ({one_call:.0f})")
-        sizes = ",".join(map(str, onednn._sizes))
-        rates = f"{', '.join(tile_rates)} | {', '.join(onednn_rates)}"
+        sizes = ",".join(map(str, onednn[0]._sizes))
+        rates = f"{', '.join(own_rates)} | {', '.join(onednn_rates)}"
         print(f"{inputs} -> {outputs}: {rates}: {sizes}")
 
 
-def _gflops_per_s(product: Product, rows: torch.Tensor, outputs: int) -> float:
-    """Return the rate of the best of ten calls."""
-    product(rows)
+def _gflops_per_s(
+    products: SequenceOf[Product], row_count: int, inputs: int, outputs: int
+) -> float:
+    """Return the rate of the best of five rounds through all products, which are equally large."""
+    rows = torch.randn(row_count, inputs).bfloat16()
     durations_s: list[float] = []
-    for _ in range(10):
+    for _ in range(5):
         started_at = time.perf_counter()
-        product(rows)
+        for product in products:
+            product(rows)
         durations_s.append(time.perf_counter() - started_at)
-    return 2 * rows.numel() * outputs / min(durations_s) / 1e9
+    return 2 * row_count * inputs * outputs * len(products) / min(durations_s) / 1e9
 
 
 if __name__ == "__main__":

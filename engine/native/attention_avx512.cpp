@@ -27,7 +27,7 @@ inline __m512 dot(__m512 sum, __m512i pairs, uint32_t pair) {
     return _mm512_dpbf16_ps(sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(pair));
 }
 
-// Asks for `count` numbers of a page that is needed soon. The CPU reads them while it computes.
+// Asks for `count` numbers of a page that is needed soon: the CPU reads them while it computes.
 inline void fetch(const uint16_t *numbers, int count) {
     for (int i = 0; i < count; i += 32) _mm_prefetch((const char *)(numbers + i), _MM_HINT_T1);
 }
@@ -225,9 +225,11 @@ void work(const Shape &s, const Item &item) {
     const int64_t last = (item.start + item.count - 1) / kPage;
     const auto place = [&](int64_t p, int h) { return item.table[p] * s.block + (item.head + h) * s.head; };
     int64_t base = place(oldest / kPage, 0);
+    fetch(s.k + base, kPage * s.dim);
+    fetch(s.v + base, kPage * s.dim);
     for (int64_t p = oldest / kPage; p <= last; ++p)
         for (int h = 0; h < item.heads; ++h) {
-            int64_t next = base;  // behind the last page there is none
+            int64_t next = base;  // behind the last page there is none: this one is in a cache by now
             if (h + 1 < item.heads) next = place(p, h + 1);
             else if (p < last) next = place(p + 1, 0);
             pack_keys(s.k + base, s.k + next, s.dim, keys.data());

@@ -9,10 +9,10 @@ namespace {
 
 constexpr int kVectors = 4;           // of 16 outputs each, in a panel
 constexpr int kPanel = 16 * kVectors;  // outputs whose sums are four registers for each row
+constexpr int kPairLines = kPanel * 4 / 64;  // cache lines of a panel's weights of a pair of inputs
 constexpr int kRows = 6;              // rows that share registers: 24 sums, 4 weights, 1 input
 constexpr int64_t kCached = 1 << 18;  // bf16 elements of rows that stay in L2
 constexpr int64_t kDepth = 48;        // pairs of inputs whose weights of a panel stay in L1
-constexpr int64_t kAhead = 128;      // pairs of weights on their way, where each is used once
 
 struct Call {
     const uint16_t *x, *norm;   // [rows, K], [K] or null
@@ -20,7 +20,7 @@ struct Call {
     const float *bias;          // [N] or null
     const uint16_t *residual;   // [rows, N] or null: added after rounding
     uint16_t *out;              // [rows, N], or [rows, N/2] if gated
-    int64_t rows, inputs, outputs, x_row;
+    int64_t inputs, outputs, x_row;
     float eps;
     bool gated;                 // even vectors of 16 are gates, odd ones what they gate
 };
@@ -62,12 +62,17 @@ void finish(const Call &c, int64_t row, int64_t panel, const float *finished) {
     }
 }
 
-// Which weights are fetched while others are multiplied: `lines` cache lines from `at` on, with every
-// `every`th pair of inputs (a power of 2).
+// Weights that are fetched while others are multiplied: with every `pairs_apart`th pair of inputs (a
+// power of 2) the next `lines` cache lines, up to `end`.
 struct Ahead {
-    const char *at;
+    uintptr_t at, end;
     int lines;
-    int64_t every;
+    int64_t pairs_apart;
+
+    inline void fetch(int64_t pair) {
+        if (pair & (pairs_apart - 1)) return;
+        for (int i = 0; i < lines && at < end; ++i, at += 64) _mm_prefetch((const char *)at, _MM_HINT_T1);
+    }
 };
 
 // sums [R][64] += R rows from `x` on, each `stride` behind the one before, times `pairs` pairs of inputs
@@ -81,8 +86,7 @@ void product(const uint16_t *x, int64_t stride, const uint32_t *weight, int64_t 
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) sum[r][v] = fresh ? zeros() : load(sums + r * kPanel + 16 * v);
     for (int64_t k = 0; k < pairs; ++k, weight += kPanel) {
-        if ((k & (ahead.every - 1)) == 0)
-            for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) _mm_prefetch(ahead.at, _MM_HINT_T1);
+        ahead.fetch(k);
         __m512i w[kVectors];
 #pragma GCC unroll 8
         for (int v = 0; v < kVectors; ++v) w[v] = _mm512_loadu_si512(weight + 16 * v);
@@ -110,11 +114,14 @@ void multiply_panel(const Call &c, const uint16_t *x, int64_t stride, int64_t fi
     const int64_t passes = (last - first + kRows - 1) / kRows;  // so often each weight is used
     const int64_t depth = passes > 1 ? kDepth : pairs;
     const uint32_t *weight = c.weight + panel * pairs * kPanel;
-    Ahead ahead{(const char *)(weight + (passes > 1 ? pairs * kPanel : kAhead)), 1, 1};
-    if (passes < kVectors)
-        ahead.lines = (int)((kVectors + passes - 1) / passes);
+    const uintptr_t next = (uintptr_t)(weight + pairs * kPanel);
+    Ahead ahead{next, next + pairs * kPanel * 4, 1, 1};
+    if (passes == 1)
+        ahead.lines = 0;  // weights that are read once, one after the other: the CPU fetches them itself
+    else if (passes < kPairLines)
+        ahead.lines = (int)((kPairLines + passes - 1) / passes);
     else
-        while (ahead.every * 2 * kVectors <= passes) ahead.every *= 2;
+        while (ahead.pairs_apart * 2 * kPairLines <= passes) ahead.pairs_apart *= 2;
     for (int64_t k = 0; k < pairs; k += depth) {
         const int64_t part = std::min(depth, pairs - k);
         for (int64_t row = first; row < last; row += kRows) {
@@ -144,24 +151,27 @@ extern "C" void linear_avx512(const uint16_t *x, int64_t x_row, int64_t rows, co
                               float eps, const uint32_t *weight, const float *bias,
                               const uint16_t *residual, uint16_t *out, int64_t inputs,
                               int64_t outputs, int gated, uint16_t *normalised, int threads) {
-    const Call c{x, norm, weight, bias, residual, out, rows, inputs, outputs, x_row, eps, gated != 0};
-    const int64_t cached_rows = std::max<int64_t>(kCached / inputs / kRows * kRows, kRows);
+    const Call c{x, norm, weight, bias, residual, out, inputs, outputs, x_row, eps, gated != 0};
+    // blocks of rows are as equal as can be: each of them reads all weights
+    const int64_t cached_rows = std::max<int64_t>(kCached / inputs, kRows);
+    const int64_t blocks = std::max<int64_t>((rows + cached_rows - 1) / cached_rows, 1);
+    const int64_t block_rows = ((rows + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
     const int64_t panels = outputs / kPanel;
-    const uint16_t *from = norm ? normalised : x;
-    const int64_t stride = norm ? inputs : x_row;
+    const uint16_t *read = norm ? normalised : x;
+    const int64_t read_row = norm ? inputs : x_row;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         thread_local Buffer<float> buffer;
-        float *sums = buffer.at_least(std::min(rows, cached_rows) * kPanel);
+        float *sums = buffer.at_least(block_rows * kPanel);
         if (norm) {
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < rows; ++row) normalise(c, row, normalised + row * inputs);
         }
-        for (int64_t first = 0; first < rows; first += cached_rows) {
-            const int64_t last = std::min(rows, first + cached_rows);
+        for (int64_t first = 0; first < rows; first += block_rows) {
+            const int64_t last = std::min(rows, first + block_rows);
 #pragma omp for schedule(static) nowait
             for (int64_t panel = 0; panel < panels; ++panel)
-                multiply_panel(c, from, stride, first, last, panel, sums);
+                multiply_panel(c, read, read_row, first, last, panel, sums);
         }
     }
 }

@@ -13,10 +13,11 @@ from diptych.engine.attention import RowSpan, StepRows, attend
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.errors import KernelUnavailable
 from diptych.engine.kernels import NativeOps, native_ops
-from diptych.engine.linear import Linear, NativeLinear
+from diptych.engine.linear import Linear, NativeLinear, make_linear
 from diptych.engine.ops import Ops, RmsNorm
 from diptych.engine.scheduler import SchedulerLimits
 
+from tests.support import checkpoints
 from tests.support.variants import daily
 
 from . import rig
@@ -231,16 +232,68 @@ def test_linears_are_plain_linears_with_what_surrounds_them(
 
 
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", ["plain", "surrounded", "gated"])
 def test_linears_give_a_row_the_same_bits_among_any_others(
-    instructions: str, threads: int
+    instructions: str, kind: str, threads: int
 ) -> None:
+    """`surrounded`: by a norm, a bias and a residual."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(2112, 1024, generator=generator).bfloat16()
-    x = torch.randn(1500, 1024, generator=generator).bfloat16()
-    whole = NativeLinear(weight, None, False, kernel(64, instructions=instructions))(x)
-    product = NativeLinear(weight, None, False, kernel(64, threads, instructions))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    weight, rows = draw(2112, 1024), draw(1500, 1024)
+    bias = draw(2112) if kind == "surrounded" else None
+    residual = draw(1500, 2112) if kind == "surrounded" else None
+    norm = None if kind == "plain" else RmsNorm(draw(1024), 1e-5)
+
+    def part(product: NativeLinear, first: int, count: int) -> torch.Tensor:
+        some = slice(first, first + count)
+        beside = None if residual is None else residual[some]
+        return product(rows[some], norm=norm, residual=beside)
+
+    one, product = (
+        NativeLinear(weight, bias, kind == "gated", kernel(64, number, instructions))
+        for number in (1, threads)
+    )
+    whole = part(one, 0, 1500)
     for first, count in ((0, 1), (5, 3), (700, 16), (33, 17), (64, 32), (10, 65), (100, 1400)):
-        assert torch.equal(product(x[first : first + count]), whole[first : first + count])
+        assert torch.equal(part(product, first, count), whole[first : first + count])
+
+
+def test_what_surrounds_a_linear_rounds_as_if_it_stood_alone(instructions: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    ops = kernel(64, instructions=instructions)
+    weight, rows, residual = draw(640, 256), draw(40, 256), draw(40, 640)
+    norm = RmsNorm(draw(256), 1e-3)
+    linear, gated = (make_linear(weight, gated=gated, ops=ops) for gated in (False, True))
+    assert isinstance(linear, NativeLinear) and isinstance(gated, NativeLinear)
+    assert torch.equal(linear(rows, residual=residual), residual + linear(rows))
+    assert torch.equal(linear(rows, norm=norm), linear(ops.norm(rows, norm)))
+    assert torch.equal(gated(rows), ops.silu_mul(linear(rows)))
+
+
+def test_rows_of_a_linear_may_be_part_of_wider_ones(instructions: str) -> None:
+    ops = kernel(64, instructions=instructions)
+    generator = torch.Generator().manual_seed(0)
+    weight, wide = (torch.randn(64, 96, generator=generator).bfloat16() for _ in range(2))
+    linear = NativeLinear(weight[:, :64].contiguous(), None, False, ops)
+    part = wide[:, :64]
+    for norm in (None, RmsNorm(torch.ones(64).bfloat16(), 1e-5)):
+        assert torch.equal(linear(part, norm=norm), linear(part.contiguous(), norm=norm))
+
+
+def test_an_engine_computes_heads_that_fill_no_panel(tmp_path: Path) -> None:
+    """Queries, keys and values are 160 outputs together: half a panel of 64 is missing."""
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32, "hidden_size": 96}
+    folder = checkpoints.make(tmp_path / "odd", "llama", **odd)
+    engine, ids = rig.engine(folder), rig.prompt(100, seed=1)
+    assert engine.exact
+    assert len(rig.alone(engine, ids, rig.Sampling(4))) == 4
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from tests.deploy.test_render import container_of, groups_of, service, two_gateways
-
 from deploy import render
+from tests.deploy.test_render import container_of, groups_of, service, two_gateways
 
 WITHOUT = [name for name in ("wget", "unshare", "ip") if shutil.which(name) is None]
 

@@ -378,7 +378,9 @@ def main() -> None:
         print(f"no kernels of our own: {error}")
         ops = Ops()
     rows_text = ", ".join(map(str, MEASURED_ROWS))
-    print(f"one core, GFLOP/s at {rows_text} rows: {ops.name} | oneDNN exact (one call): row counts")
+    print(
+        f"one core, GFLOP/s at {rows_text} rows: {ops.name} | oneDNN exact (one call): row counts"
+    )
     for inputs, outputs in ((768, 256), (1024, 2048), (1024, 5632), (2816, 1024)):
         count = -(-MEASURED_BYTES // (2 * inputs * outputs))
         weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(count)]

@@ -4,23 +4,6 @@
 
 namespace {
 
-float inverse_rms(const uint16_t *x, int64_t size, float eps) {
-    Floats squares = zeros();
-    for (int64_t i = 0; i < size; i += kFloats) {
-        const Floats v = load_bf16(x + i);
-        squares = multiply_add(v, v, squares);
-    }
-    return 1.0f / std::sqrt(sum_lanes(squares) / size + eps);
-}
-
-void normalise(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t size, float eps) {
-    const Floats scale = all(inverse_rms(x, size, eps));
-    for (int64_t i = 0; i < size; i += kFloats) {
-        const Floats v = round_bf16(multiply(load_bf16(x + i), scale));
-        store_bf16(out + i, multiply(v, load_bf16(weight + i)));
-    }
-}
-
 // Rotates the halves of one head in float32 and rounds once; in place is fine.
 void rotate(const uint16_t *x, const float *cos, const float *sin, uint16_t *out, int dim) {
     for (int i = 0; i < dim / 2; i += kFloats) {

@@ -15,30 +15,13 @@ constexpr int64_t kCached = 1 << 18;  // bf16 elements of rows that stay in L2
 constexpr int64_t kDepth = 48;        // pairs of inputs whose weights of a panel stay in L1
 
 struct Call {
-    const uint16_t *x, *norm;   // [rows, K], [K] or null
     const uint32_t *weight;     // panels [N/64][K/2][64] of pairs: two neighbouring inputs of an output
     const float *bias;          // [N] or null
     const uint16_t *residual;   // [rows, N] or null: added after rounding
     uint16_t *out;              // [rows, N], or [rows, N/2] if gated
-    int64_t inputs, outputs, x_row;
-    float eps;
+    int64_t inputs, outputs;
     bool gated;                 // even vectors of 16 are gates, odd ones what they gate
 };
-
-// A row of x, normalised.
-void normalise(const Call &c, int64_t row, uint16_t *to) {
-    const uint16_t *x = c.x + row * c.x_row;
-    Floats squares = zeros();
-    for (int64_t i = 0; i < c.inputs; i += kFloats) {
-        const Floats v = load_bf16(x + i);
-        squares = multiply_add(v, v, squares);
-    }
-    const Floats scale = all(1.0f / std::sqrt(sum_lanes(squares) / c.inputs + c.eps));
-    for (int64_t i = 0; i < c.inputs; i += kFloats) {
-        const Floats v = round_bf16(multiply(load_bf16(x + i), scale));
-        store_bf16(to + i, multiply(v, load_bf16(c.norm + i)));
-    }
-}
 
 // Rounds a row's finished sums of a panel into the output.
 void finish(const Call &c, int64_t row, int64_t panel, const float *finished) {
@@ -151,7 +134,7 @@ extern "C" void linear_avx512(const uint16_t *x, int64_t x_row, int64_t rows, co
                               float eps, const uint32_t *weight, const float *bias,
                               const uint16_t *residual, uint16_t *out, int64_t inputs,
                               int64_t outputs, int gated, uint16_t *normalised, int threads) {
-    const Call c{x, norm, weight, bias, residual, out, inputs, outputs, x_row, eps, gated != 0};
+    const Call c{weight, bias, residual, out, inputs, outputs, gated != 0};
     // blocks of rows are as equal as can be: each of them reads all weights
     const int64_t cached_rows = std::max<int64_t>(kCached / inputs, kRows);
     const int64_t blocks = std::max<int64_t>((rows + cached_rows - 1) / cached_rows, 1);
@@ -165,7 +148,8 @@ extern "C" void linear_avx512(const uint16_t *x, int64_t x_row, int64_t rows, co
         float *sums = buffer.at_least(block_rows * kPanel);
         if (norm) {
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; ++row) normalise(c, row, normalised + row * inputs);
+            for (int64_t row = 0; row < rows; ++row)
+                normalise(x + row * x_row, norm, normalised + row * inputs, inputs, eps);
         }
         for (int64_t first = 0; first < rows; first += block_rows) {
             const int64_t last = std::min(rows, first + block_rows);

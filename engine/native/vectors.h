@@ -154,6 +154,25 @@ inline Floats silu(Floats x) {
     return divide(x, add(power, all(1.0f)));
 }
 
+// 1 over the root of a row's mean square; `size` is a multiple of kFloats.
+inline float inverse_rms(const uint16_t *x, int64_t size, float eps) {
+    Floats squares = zeros();
+    for (int64_t i = 0; i < size; i += kFloats) {
+        const Floats v = load_bf16(x + i);
+        squares = multiply_add(v, v, squares);
+    }
+    return 1.0f / std::sqrt(sum_lanes(squares) / size + eps);
+}
+
+// RMSNorm of one row, rounded where the reference rounds; in place is fine. `size` is a multiple of kFloats.
+inline void normalise(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t size, float eps) {
+    const Floats scale = all(inverse_rms(x, size, eps));
+    for (int64_t i = 0; i < size; i += kFloats) {
+        const Floats v = round_bf16(multiply(load_bf16(x + i), scale));
+        store_bf16(out + i, multiply(v, load_bf16(weight + i)));
+    }
+}
+
 // Memory that grows and never shrinks; content is lost when it grows. It starts on a cache line, as a
 // tile row across two of them loads twice as long.
 template <class T>

@@ -37,6 +37,7 @@ from .commands import (
     StagePrefix,
 )
 from .engine_like import Deliver, EngineLike
+from .priority import leave_cores_to_messages
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,11 @@ class EngineThread:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        if self.engine.cores:  # OpenMP's threads, which this one starts, inherit it
+        # OpenMP's threads, which this one starts, inherit its cores and its priority.
+        if self.engine.cores:
             os.sched_setaffinity(0, self.engine.cores)
+        if self.engine.kv_pool.memory == "DRAM":  # else a GPU computes
+            leave_cores_to_messages()
         try:
             enter_device(self.engine.kv_pool)
             idle = False

@@ -14,6 +14,7 @@ import ssl
 import struct
 import time
 from collections.abc import Iterator
+from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -132,6 +133,26 @@ def _parse_event(block: bytes) -> ServerSentEvent | None:
     return ServerSentEvent(name, b"\n".join(data_lines)) if data_lines else None
 
 
+def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Returns a connected socket. Raises OSError.
+
+    An address that is none of a name's is used as it is. Under gevent `socket.create_connection` gives
+    it to a thread all the same: thousands of new connections wait for ten such threads.
+    """
+    try:
+        family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
+    except ValueError:
+        return socket.create_connection((host, port), timeout_s)
+    connecting = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connecting.settimeout(timeout_s)
+        connecting.connect((host, port))
+    except BaseException:  # gevent's timeouts are none of Exception
+        connecting.close()
+        raise
+    return connecting
+
+
 class HttpConnection:
     """One connection, one request at a time. Raises OSError and ProtocolError.
 
@@ -146,7 +167,7 @@ class HttpConnection:
         self._host = parts.netloc.rpartition("@")[2]
         self._prefix = parts.path.rstrip("/")
         port = parts.port or (443 if secure else 80)
-        self._socket = socket.create_connection((parts.hostname or "", port), timeout_s)
+        self._socket = _connect(parts.hostname or "", port, timeout_s)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if secure:
             context = ssl.create_default_context()

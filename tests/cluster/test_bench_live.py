@@ -66,7 +66,13 @@ from diptych.cluster.bench.live.results import (
     LiveSlo,
     MeasuredAnswer,
 )
-from diptych.cluster.bench.live.run import LiveRun, machine_facts, run, servers_of
+from diptych.cluster.bench.live.run import (
+    LiveRun,
+    _go_before_servers,
+    machine_facts,
+    run,
+    servers_of,
+)
 from diptych.cluster.bench.live.servers import RunningServer
 from diptych.cluster.bench.live.simulated import simulation_row
 from diptych.loadtests.endpoint import EndpointFacts
@@ -83,7 +89,7 @@ SLO = LiveSlo.parse("2s:50ms")
 FEW = LengthRange(20, 40)
 SHORT = LengthRange(4, 8)
 WORDS = Words(("of", "to"), 3)
-PAGE = {"table": "slo", "rows": [], "missing": [], "differing_requests": []}
+PAGE = {"table": "slo", "rows": [], "missing": [], "differing_requests": [], "late_clients": []}
 
 
 def make_options(folder: Path, *against: str, **changes: Any) -> LiveOptions:
@@ -705,6 +711,19 @@ def test_a_server_that_does_not_start_is_named_and_tried_again(tmp_path: Path) -
     assert any("ended with code 3: no such kernel" in line for line in document["lines"])
     document = live_run(options, tmp_path, write_fake_python(tmp_path))
     assert not document["missing"] and len(document["rows"]) == 1
+    may_go_first = os.geteuid() == 0
+    assert document["late_clients"] == ([] if may_go_first else ["slo-vllm-chunk256-20-seed1"])
+
+
+def test_a_client_that_may_not_go_before_servers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int, policy: int, priority: object) -> None:
+        raise PermissionError
+
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "only the client goes first"
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert not _go_before_servers(os.getpid())
+    page = markdown(PAGE | {"late_clients": ["slo-1P1D-1-seed1"]})
+    assert "slo-1P1D-1-seed1: the client waited for cores" in page
 
 
 def processes_of(folder: Path) -> list[str]:

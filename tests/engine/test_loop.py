@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from diptych.engine import commands, loop
 from diptych.engine.engine import Engine, EngineOptions
 from diptych.engine.loop import EngineThread
+from diptych.engine.priority import COMPUTE_NICENESS
 from diptych.engine.sequence import BlocksFilled, SequenceOutput
 from diptych.protos.frames import Sampling
 
@@ -26,7 +28,7 @@ class BlockedEngine:
     """An engine with work that no step gets done, as all blocks are in use."""
 
     cores = ()
-    kv_pool = None
+    kv_pool = SimpleNamespace(memory="VRAM")
 
     def __init__(self) -> None:
         self.steps = 0
@@ -237,6 +239,27 @@ def test_it_stops_in_the_middle_of_work(checkpoint) -> None:
     made.until(lambda o: isinstance(o, SequenceOutput))
     made.thread.stop()
     assert not made.thread.alive
+
+
+def niceness(thread: EngineThread) -> int:
+    assert thread._thread.native_id is not None
+    return os.getpriority(os.PRIO_PROCESS, thread._thread.native_id)
+
+
+def test_a_thread_that_computes_on_cpus_goes_behind_those_that_carry_messages(
+    harness: Harness,
+) -> None:
+    harness.observe()
+    assert niceness(harness.thread) == os.getpriority(os.PRIO_PROCESS, 0) + COMPUTE_NICENESS
+
+
+def test_a_thread_that_drives_a_gpu_keeps_its_priority(blocked: BlockedEngine) -> None:
+    blocked.thread.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not blocked.steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert niceness(blocked.thread) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

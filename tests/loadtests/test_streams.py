@@ -213,6 +213,32 @@ def test_a_round_trip_is_measured_by_an_answer_without_a_body_too(body: bytes) -
         connection.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "address", "host"),
+    [(socket.AF_INET, "127.0.0.1", "127.0.0.1"), (socket.AF_INET6, "::1", "[::1]")],
+)
+def test_an_address_is_connected_to_without_asking_for_its_address(
+    monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily, address: str, host: str
+) -> None:
+    """Under gevent that asks a thread, and thousands of connections wait for it."""
+
+    def resolve(*_: object) -> None:
+        raise AssertionError("a name was looked up")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with socket.socket(family) as listening:
+        try:
+            listening.bind((address, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {address}")
+        listening.listen()
+        port = listening.getsockname()[1]
+        connection = HttpConnection(f"http://{host}:{port}", 10.0)
+        accepted, _ = listening.accept()
+        accepted.close()
+        connection.close()
+
+
 def test_failures_are_told_by_name() -> None:
     refused = b'HTTP/1.1 429 No\r\ncontent-length: 31\r\n\r\n{"error":{"code":"queue_full"}} '
     half = HEAD + chunk(said("a"))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -343,6 +344,7 @@ def _offer(url: str, load: Load, warm_up: int) -> ClientReport:
         stderr=subprocess.PIPE,
         start_new_session=True,  # ^C reaches this process alone, which ends the client
     ) as client:
+        goes_first = _go_before_servers(client.pid)
         try:
             # The client ends its load after `limit_s` itself; only one that hangs is cut off here.
             output, errors = client.communicate(
@@ -355,4 +357,20 @@ def _offer(url: str, load: Load, warm_up: int) -> ClientReport:
     if client.returncode:
         reason = errors.decode(errors="replace").strip().splitlines()
         raise LiveBenchError(f"the client failed: {reason[-1] if reason else 'no reason given'}")
-    return msgspec.json.decode(output, type=ClientReport)
+    report = msgspec.json.decode(output, type=ClientReport)
+    return msgspec.structs.replace(report, goes_first=goes_first)
+
+
+def _go_before_servers(pid: int) -> bool:
+    """Have the kernel run a client before all ordinary processes; return whether it may.
+
+    A client that waits for a core beside busy servers sends nothing for seconds, then hundreds of
+    requests at once: the servers are offered another load than was asked for. A user's client has
+    cores of its own. This one takes a tenth to a fifth of a core at 500 requests a second. Usually
+    only root may have this.
+    """
+    try:
+        os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
+    except (PermissionError, ProcessLookupError):
+        return False
+    return True

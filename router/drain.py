@@ -19,8 +19,9 @@ class DrainRate:
 
     Seconds of prefill are what the requests' prefills would take on idle workers, so four workers
     may reach a rate of four. The caller calls `waits` at every event before it serves anybody and
-    again behind that, and `served` for each request that leaves for a worker. While no request waits, the rate says how many come and not
-    how many could be served: that time does not count.
+    again behind that, and `served` for each request that has waited and leaves for a worker. While no
+    request waits, the rate says how many come and not how many could be served: that time does not
+    count.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class DrainRate:
         self._is_waiting = is_waiting
 
     def served(self, prefill_s: float) -> None:
-        """Count a request that was given to a worker; only if requests waited at the last event.
+        """Count a request that has waited and was given to a worker; only if requests waited before.
 
         `prefill_s` is how long its prefill takes on an idle worker.
         """

@@ -728,7 +728,9 @@ class DeadlinePolicy:
             left_s = max(self._urgent_turn_s, 0.0)
             self._urgent_turn_s = left_s + prefill_s * (1 / OVERDUE_SHARE - 1)
         else:
-            self._urgent_rate.served(prefill_s)
+            # Who finds a worker on arrival passes those who wait by: they wait the longer for it.
+            if request.attempt_key in self.queue:
+                self._urgent_rate.served(prefill_s)
             self._urgent_turn_s -= prefill_s
         self.placer.commit(placement, now)
         decided.append(placement)

@@ -778,6 +778,25 @@ def test_a_lull_does_not_count_as_time_in_which_nobody_was_served() -> None:
     assert who_was_overdue(lull_s=120.0) == who_was_overdue(lull_s=1.0)
 
 
+def test_who_finds_a_worker_on_arrival_does_not_make_the_line_look_faster() -> None:
+    """Five wait for one worker, 1 s each; another, which they avoid, takes others as they come."""
+    rig = Rig("prefill/a", "prefill/b", "decode/x", ttft_s=9.0)
+    in_line = {"hashes": [], "avoided_workers": ["prefill/b"]}
+    for index in range(6):
+        rig.ask(f"a{index}", **in_line)
+    running = [name for name in rig.frames if name.startswith("a")]
+    for index in range(30):
+        assert rig.ask(f"b{index}") == {f"b{index}": ("prefill/b", "decode/x")}
+        running += rig.send(e.RouterTick(), after=0.99)
+        for name in (f"b{index}", running.pop(0)):
+            running += rig.first(name)
+            rig.over(name, reason="stop", tokens=1)
+        rig.ask(f"a{index + 6}", **in_line)
+    assert len(rig.router.queue.urgent) == 5 and not late_of(rig)
+    rig.ask("newcomer", **in_line)
+    assert late_of(rig) == {"newcomer"}, "its six seconds leave less than the margin of 1.4"
+
+
 @pytest.mark.parametrize("outage_s", [300, 1800, 18_000])
 def test_a_time_without_workers_says_nothing_of_what_they_can_do(outage_s: int) -> None:
     """The measured rate was next to 0 then, and the wait that it gave next to infinite."""

@@ -302,7 +302,7 @@ def main() -> int:
                         outcomes |= run_tests(prepared, folder, proxy_url, names)
     write_table(outcomes, sorting, suite.BUILD / "outcomes.tsv")
     passed, offered = offered_passes(outcomes, sorting)
-    share = dated(f"{passed} of {offered} tests that passed at first or are offered pass.")
+    share = dated(f"{passed} of the {offered} tests of the categories `passed` and `offered` pass.")
     parts = (share, totals(outcomes, sorting), offered_failures(outcomes, sorting))
     text = "\n\n".join(part for part in parts if part)
     print(text)

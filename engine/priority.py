@@ -6,17 +6,21 @@ import os
 
 #: What is added to the niceness of a thread that computes on CPUs. Gateways, the router and a
 #: worker's own messages need little of a core, but at once. While all shared alike, a gateway that had
-#: two cores together with two busy workers was late to accept: 100,000 times the kernel turned a
-#: connection away, and of those who had a first token within four seconds 0.6 had it within two. With
-#: 5 it turned none away, and 0.95 had it (`diptych bench live --table overload`, demo model, 1P1D,
-#: five times the capacity).
+#: two cores together with two busy workers got 0.45 of a core, accepted too late, and the kernel
+#: turned connections away 70,000 times in a minute; with 5 never (`diptych bench live --table
+#: overload`, demo model, 1P1D, five times the capacity).
 COMPUTE_NICENESS = 5
 
 
 def leave_cores_to_messages() -> None:
     """Lower the priority of the calling thread, and of those that it starts from now on.
 
-    To be called by a thread before it computes on CPUs. Where a GPU computes, the thread that drives
-    it keeps its priority: if it comes late, the GPU is idle.
+    A thread calls this once, before it computes on CPUs. Where a GPU computes, the thread that drives
+    it keeps its priority: if it comes late, the GPU is idle. So do ranks above 0 on CPUs, whose threads
+    for KV transfers would inherit the lower one.
+
+    Linux compares niceness within a session (where autogroup is on) and within a cgroup: it helps
+    gateways that run in the same Ray node, and none in another pod. A thread that is put off while it
+    holds Python's lock puts off the threads of its own process too.
     """
     os.nice(COMPUTE_NICENESS)  # Linux counts niceness for each thread.

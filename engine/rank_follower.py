@@ -23,7 +23,6 @@ import torch.distributed as dist
 from .backend_registry import open_backend
 from .collectives import Collectives, join_process_group
 from .model import RankModel
-from .priority import leave_cores_to_messages
 from .rank_processes import (
     AllocatePool,
     ComputeHidden,
@@ -56,8 +55,6 @@ def run_follower(when_loaded: WhenLoaded | None = None) -> None:
     is_loaded = threading.Event()
     threading.Thread(target=_end_with_input, args=(is_loaded,), daemon=True).start()
     options = assignment.options
-    if options.device == "cpu":
-        leave_cores_to_messages()
     rank = assignment.rank
     host, port = assignment.store.split(":")
     store = dist.TCPStore(host, int(port), is_master=False)

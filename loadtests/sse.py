@@ -136,10 +136,12 @@ def _parse_event(block: bytes) -> ServerSentEvent | None:
 def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Returns a connected socket. Raises OSError.
 
-    An address that is none of a name's is used as it is. Under gevent `socket.create_connection` gives
-    it to a thread all the same: thousands of new connections wait for ten such threads.
+    A host that is an IP address is connected to directly. Under gevent `socket.create_connection`
+    asks a thread even for that, and thousands of new connections wait for ten such threads.
     """
     try:
+        if "%" in host:  # an address with a scope, which `connect` would have to be given apart
+            return socket.create_connection((host, port), timeout_s)
         family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
     except ValueError:
         return socket.create_connection((host, port), timeout_s)
@@ -147,7 +149,7 @@ def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     try:
         connecting.settimeout(timeout_s)
         connecting.connect((host, port))
-    except BaseException:  # gevent's timeouts are none of Exception
+    except BaseException:  # gevent's timeouts derive from it
         connecting.close()
         raise
     return connecting

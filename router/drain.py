@@ -18,7 +18,7 @@ class DrainRate:
     """Seconds of prefill that are begun in a second, while requests wait for it.
 
     Seconds of prefill are what the requests' prefills would take on idle workers, so four workers
-    may reach a rate of four. The caller calls `waits` at every event before it serves anybody and
+    may reach a rate of four. The caller calls `waits` at every event before it serves who waits, and
     again behind that, and `served` for each request that has waited and leaves for a worker. While no
     request waits, the rate says how many come and not how many could be served: that time does not
     count.
@@ -43,7 +43,7 @@ class DrainRate:
         self._is_waiting = is_waiting
 
     def served(self, prefill_s: float) -> None:
-        """Count a request that has waited and was given to a worker; only if requests waited before.
+        """Count a request that has waited and was given to a worker; not while `waits` says no.
 
         `prefill_s` is how long its prefill takes on an idle worker.
         """

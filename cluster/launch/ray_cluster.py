@@ -49,7 +49,9 @@ ENVIRONMENT = {
     "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_worker_niceness": "0",  # 15 by default: replicas would yield to whatever else runs here
+    # 15 by default: gateways, too, would yield to whatever else runs here. Engines' threads do so by
+    # themselves (`engine/priority.py`).
+    "RAY_worker_niceness": "0",
     "OMP_NUM_THREADS": "1",  # an engine sets its own number (`threads` of the engine's options)
     # numpy starts its threads when it is imported, and nobody here computes much with it.
     "OPENBLAS_NUM_THREADS": "1",

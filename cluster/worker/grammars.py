@@ -19,6 +19,7 @@ from typing import TypeAlias
 import msgspec
 
 from ...engine.engine_like import EngineLike
+from ...engine.priority import leave_cores_to_messages
 from ...protos import frames
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class GrammarQueue:
 
     def _compile(self, grammar: frames.Grammar) -> None:
         """Compile a grammar, in a thread of its own, and tell the event loop."""
+        leave_cores_to_messages()
         try:
             self._engine.compile_grammar(grammar)
         except Exception:

@@ -237,9 +237,14 @@ class DeadlinePolicy:
         return decided
 
     def _note_waiting(self, now: float) -> None:
-        """Tell the measured rates whether requests wait from now on: other time does not count."""
-        self._urgent_rate.waits(now, is_waiting=bool(self.queue.urgent))
-        self._overdue_rate.waits(now, is_waiting=bool(self.queue.overdue))
+        """Tell the measured rates whether requests wait from now on: other time does not count.
+
+        Urgent ones wait behind others only if there are more of them than workers (`_admit`). Fewer
+        may wait for workers that they prefer. While there are no workers, nobody can be served.
+        """
+        capacity = self.placer.capacity
+        self._urgent_rate.waits(now, is_waiting=0 < capacity < len(self.queue.urgent))
+        self._overdue_rate.waits(now, is_waiting=capacity > 0 and bool(self.queue.overdue))
 
     def next_wake(self, now: float) -> float:
         """Return when the next worker has credit by prediction, or a request chooses again."""
@@ -728,8 +733,7 @@ class DeadlinePolicy:
             left_s = max(self._urgent_turn_s, 0.0)
             self._urgent_turn_s = left_s + prefill_s * (1 / OVERDUE_SHARE - 1)
         else:
-            # Who finds a worker on arrival passes those who wait by: they wait the longer for it.
-            if request.attempt_key in self.queue:
+            if request.heard_at < now:  # Who finds a worker on arrival shortens no line.
                 self._urgent_rate.served(prefill_s)
             self._urgent_turn_s -= prefill_s
         self.placer.commit(placement, now)

@@ -66,13 +66,7 @@ from diptych.cluster.bench.live.results import (
     LiveSlo,
     MeasuredAnswer,
 )
-from diptych.cluster.bench.live.run import (
-    LiveRun,
-    _go_before_servers,
-    machine_facts,
-    run,
-    servers_of,
-)
+from diptych.cluster.bench.live.run import LiveRun, machine_facts, run, servers_of
 from diptych.cluster.bench.live.servers import RunningServer
 from diptych.cluster.bench.live.simulated import simulation_row
 from diptych.loadtests.endpoint import EndpointFacts
@@ -89,7 +83,7 @@ SLO = LiveSlo.parse("2s:50ms")
 FEW = LengthRange(20, 40)
 SHORT = LengthRange(4, 8)
 WORDS = Words(("of", "to"), 3)
-PAGE = {"table": "slo", "rows": [], "missing": [], "differing_requests": [], "late_clients": []}
+PAGE = {"table": "slo", "rows": [], "missing": [], "differing_requests": [], "ordinary_clients": []}
 
 
 def make_options(folder: Path, *against: str, **changes: Any) -> LiveOptions:
@@ -711,19 +705,28 @@ def test_a_server_that_does_not_start_is_named_and_tried_again(tmp_path: Path) -
     assert any("ended with code 3: no such kernel" in line for line in document["lines"])
     document = live_run(options, tmp_path, write_fake_python(tmp_path))
     assert not document["missing"] and len(document["rows"]) == 1
-    may_go_first = os.geteuid() == 0
-    assert document["late_clients"] == ([] if may_go_first else ["slo-vllm-chunk256-20-seed1"])
 
 
-def test_a_client_that_may_not_go_before_servers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pid: int, policy: int, priority: object) -> None:
-        raise PermissionError
+@pytest.mark.parametrize("may_go_first", [True, False])
+def test_clients_that_may_not_go_before_servers_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, may_go_first: bool
+) -> None:
+    asked = []
 
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER, "only the client goes first"
-    monkeypatch.setattr(os, "sched_setscheduler", refuse)
-    assert not _go_before_servers(os.getpid())
-    page = markdown(PAGE | {"late_clients": ["slo-1P1D-1-seed1"]})
-    assert "slo-1P1D-1-seed1: the client waited for cores" in page
+    def set_scheduler(pid: int, policy: int, priority: object) -> None:
+        asked.append((pid, policy))
+        if not may_go_first:
+            raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", set_scheduler)
+    options = make_options(tmp_path, "vllm-chunk256")
+    document = live_run(options, tmp_path, write_fake_python(tmp_path))
+    ((pid, policy),) = asked
+    assert pid not in (0, os.getpid()) and policy == os.SCHED_RR, "only the client goes first"
+    key = "slo-vllm-chunk256-20-seed1"
+    assert document["ordinary_clients"] == ([] if may_go_first else [key])
+    told = f"Clients had no priority over the servers and may have sent late: {key}."
+    assert (told in (tmp_path / "out" / "slo.md").read_text()) == (not may_go_first)
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -250,7 +250,9 @@ def test_a_thread_that_computes_on_cpus_goes_behind_those_that_carry_messages(
     harness: Harness,
 ) -> None:
     harness.observe()
-    assert niceness(harness.thread) == os.getpriority(os.PRIO_PROCESS, 0) + COMPUTE_NICENESS
+    assert niceness(harness.thread) == min(
+        19, os.getpriority(os.PRIO_PROCESS, 0) + COMPUTE_NICENESS
+    )
 
 
 def test_a_thread_that_drives_a_gpu_keeps_its_priority(blocked: BlockedEngine) -> None:

@@ -797,6 +797,36 @@ def test_who_finds_a_worker_on_arrival_does_not_make_the_line_look_faster() -> N
     assert late_of(rig) == {"newcomer"}, "its six seconds leave less than the margin of 1.4"
 
 
+def overdue_of_a_burst(rig: Rig) -> set[str]:
+    """Who is overdue of twelve requests of 1 s that come at once."""
+    for index in range(12):
+        rig.ask(f"burst{index}")
+    return late_of(rig)
+
+
+def test_what_came_before_an_overload_does_not_make_mixed_workers_look_faster() -> None:
+    """Mixed workers compute each prompt themselves, so requests are queued before they choose."""
+    fresh, used = (Rig("decode/x", "decode/y", disaggregate="never", ttft_s=5.0) for _ in range(2))
+    for index in range(300):
+        used.ask(f"r{index}")
+        used.first(f"r{index}", after=0.7)
+        used.over(f"r{index}", reason="stop", tokens=1)
+    assert overdue_of_a_burst(used) == overdue_of_a_burst(fresh) != set()
+
+
+def test_one_that_waits_for_a_certain_worker_does_not_make_the_fleet_look_slow() -> None:
+    fresh, used = (Rig("prefill/a", "prefill/b", "decode/x", ttft_s=5.0) for _ in range(2))
+    used.ask("r0", avoided_workers=["prefill/b"])
+    for index in range(40):
+        used.ask(f"r{index + 1}", avoided_workers=["prefill/b"])
+        assert len(used.router.queue.urgent) == 1, "it waits, and nobody behind it"
+        assert used.first(f"r{index}", after=1.0) == {f"r{index + 1}": ("prefill/a", "decode/x")}
+        used.over(f"r{index}", reason="stop", tokens=1)
+    used.first("r40", after=1.0)
+    used.over("r40", reason="stop", tokens=1)
+    assert overdue_of_a_burst(used) == overdue_of_a_burst(fresh) != set()
+
+
 @pytest.mark.parametrize("outage_s", [300, 1800, 18_000])
 def test_a_time_without_workers_says_nothing_of_what_they_can_do(outage_s: int) -> None:
     """The measured rate was next to 0 then, and the wait that it gave next to infinite."""

@@ -348,7 +348,9 @@ def table_document(
         "picks": dict(picks),
         "missing": [cell.key for cell in cells if cell.key not in results],
         "differing_requests": differing_requests(group_runs(shared_cells, results)),
-        "late_clients": [key for key, result in results.items() if not result.report.goes_first],
+        "ordinary_clients": [
+            key for key, result in results.items() if not result.report.goes_first
+        ],
         "rows": [msgspec.to_builtins(run_figures(run, options.slos)) for run in runs],
     }
     match options.table:

@@ -30,10 +30,9 @@ def markdown(document: Mapping[str, Any]) -> str:
         lines.append(f"\nNo layout was picked by plan: {document['plan_error']}.")
     for key in document["missing"]:
         lines.append(f"\nNot measured: {key}.")
-    for key in document["late_clients"]:
-        lines.append(
-            f"\n{key}: the client waited for cores like the servers, so it may have sent late."
-        )
+    if document["ordinary_clients"]:
+        keys = ", ".join(document["ordinary_clients"])
+        lines.append(f"\nClients had no priority over the servers and may have sent late: {keys}.")
     for key in document["differing_requests"]:
         lines.append(f"\n**{key} was sent other requests than its peers: do not compare it.**")
     return "\n".join(lines) + "\n"

@@ -134,7 +134,7 @@ class ClientReport(msgspec.Struct):
     #: Of all planned requests, by the time of sending: also those that failed, or were not sent.
     answers: list[MeasuredAnswer]
     model: str = ""  #: as the server calls it
-    goes_first: bool = False  #: The client never waited for a core that a server had.
+    goes_first: bool = False  #: The kernel ran the client before ordinary processes.
 
 
 class CellResult(msgspec.Struct, frozen=True):

@@ -344,8 +344,8 @@ def _offer(url: str, load: Load, warm_up: int) -> ClientReport:
         stderr=subprocess.PIPE,
         start_new_session=True,  # ^C reaches this process alone, which ends the client
     ) as client:
-        goes_first = _go_before_servers(client.pid)
         try:
+            goes_first = _go_before_servers(client.pid)
             # The client ends its load after `limit_s` itself; only one that hangs is cut off here.
             output, errors = client.communicate(
                 msgspec.json.encode(task), CLIENT_START_LIMIT_S + 2 * limit_s
@@ -366,11 +366,11 @@ def _go_before_servers(pid: int) -> bool:
 
     A client that waits for a core beside busy servers sends nothing for seconds, then hundreds of
     requests at once: the servers are offered another load than was asked for. A user's client has
-    cores of its own. This one takes a tenth to a fifth of a core at 500 requests a second. Usually
-    only root may have this.
+    cores of its own. This one takes a tenth to a fifth of a core at 500 requests a second. A process
+    needs the capability CAP_SYS_NICE for this: root outside of containers has it.
     """
     try:
         os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
-    except (PermissionError, ProcessLookupError):
+    except OSError:  # The process may not, or is gone.
         return False
     return True

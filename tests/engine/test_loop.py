@@ -255,6 +255,24 @@ def test_a_thread_that_computes_on_cpus_goes_behind_those_that_carry_messages(
     )
 
 
+def test_so_do_the_threads_that_compute_with_it(checkpoint) -> None:
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    before = set(os.listdir("/proc/self/task"))
+    owner = Engine(EngineOptions(checkpoint("llama"), threads=2))
+    inbox: queue.SimpleQueue[list] = queue.SimpleQueue()
+    thread = EngineThread(owner, inbox.put)
+    thread.start()
+    thread.submit(commands.AddSequence(request(owner, "a", prompt(600), Sampling(2))))
+    while not any(
+        isinstance(o, SequenceOutput) and o.finish_reason for o in inbox.get(timeout=PATIENCE_S)
+    ):
+        pass
+    new = set(os.listdir("/proc/self/task")) - before - {str(thread._thread.native_id)}
+    computing = [task for task in new if os.getpriority(os.PRIO_PROCESS, int(task)) > mine]
+    thread.stop()
+    assert computing, "OpenMP's threads inherit the priority of the thread that starts them"
+
+
 def test_a_thread_that_drives_a_gpu_keeps_its_priority(blocked: BlockedEngine) -> None:
     blocked.thread.start()
     deadline = time.monotonic() + PATIENCE_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -213,30 +214,38 @@ def test_a_round_trip_is_measured_by_an_answer_without_a_body_too(body: bytes) -
         connection.close()
 
 
+CONNECT_UNDER_GEVENT = """
+from gevent import get_hub, monkey
+monkey.patch_all()
+import sys
+from diptych.loadtests.sse import HttpConnection
+def look_up(*arguments):
+    sys.exit("a name was looked up")
+get_hub().resolver.getaddrinfo = look_up
+HttpConnection(sys.argv[1], 10.0).close()
+"""
+
+
 @pytest.mark.parametrize(
     ("family", "address", "host"),
     [(socket.AF_INET, "127.0.0.1", "127.0.0.1"), (socket.AF_INET6, "::1", "[::1]")],
 )
-def test_an_address_is_connected_to_without_asking_for_its_address(
-    monkeypatch: pytest.MonkeyPatch, family: socket.AddressFamily, address: str, host: str
+def test_an_address_is_connected_to_without_a_look_up(
+    family: socket.AddressFamily, address: str, host: str
 ) -> None:
-    """Under gevent that asks a thread, and thousands of connections wait for it."""
-
-    def resolve(*_: object) -> None:
-        raise AssertionError("a name was looked up")
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    """Under gevent a look-up asks a thread, and thousands of connections wait for it."""
     with socket.socket(family) as listening:
         try:
             listening.bind((address, 0))
         except OSError:
             pytest.skip(f"this machine has no {address}")
         listening.listen()
-        port = listening.getsockname()[1]
-        connection = HttpConnection(f"http://{host}:{port}", 10.0)
-        accepted, _ = listening.accept()
-        accepted.close()
-        connection.close()
+        url = f"http://{host}:{listening.getsockname()[1]}"
+        command = [sys.executable, "-c", CONNECT_UNDER_GEVENT, url]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert (run.returncode, run.stderr) == (0, "")
+        listening.settimeout(10.0)
+        listening.accept()[0].close()
 
 
 def test_failures_are_told_by_name() -> None:

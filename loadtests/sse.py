@@ -133,17 +133,28 @@ def _parse_event(block: bytes) -> ServerSentEvent | None:
     return ServerSentEvent(name, b"\n".join(data_lines)) if data_lines else None
 
 
+def _address_family(host: str) -> socket.AddressFamily | None:
+    """Returns the family of an IP address; None for a name, or an address with a scope (`%eth0`).
+
+    `connect` takes the scope apart from the address; `socket.create_connection` finds it out.
+    """
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return None
+    if "%" in host:
+        return None
+    return socket.AF_INET if address.version == 4 else socket.AF_INET6
+
+
 def _connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Returns a connected socket. Raises OSError.
 
     A host that is an IP address is connected to directly. Under gevent `socket.create_connection`
     asks a thread even for that, and thousands of new connections wait for ten such threads.
     """
-    try:
-        if "%" in host:  # an address with a scope, which `connect` would have to be given apart
-            return socket.create_connection((host, port), timeout_s)
-        family = socket.AF_INET if ip_address(host).version == 4 else socket.AF_INET6
-    except ValueError:
+    family = _address_family(host)
+    if family is None:
         return socket.create_connection((host, port), timeout_s)
     connecting = socket.socket(family, socket.SOCK_STREAM)
     try:

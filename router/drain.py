@@ -18,10 +18,10 @@ class DrainRate:
     """Seconds of prefill that are begun in a second, while requests wait for it.
 
     Seconds of prefill are what the requests' prefills would take on idle workers, so four workers
-    may reach a rate of four. The caller calls `waits` at every event before it serves who waits, and
-    again behind that, and `served` for each request that has waited and leaves for a worker. While no
-    request waits, the rate says how many come and not how many could be served: that time does not
-    count.
+    may reach a rate of four. The caller calls `waits` at every event: before it serves those who
+    wait, and again behind that. It calls `served` for each request that has waited and leaves for a
+    worker. While no request waits, the rate says how many come and not how many could be served: that
+    time does not count.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,9 @@ class DrainRate:
         self._is_waiting = is_waiting
 
     def served(self, prefill_s: float) -> None:
-        """Count a request that has waited and was given to a worker; not while `waits` says no.
+        """Count a request that has waited and was given to a worker.
+
+        It does not count if the last call of `waits` said that nobody waits.
 
         `prefill_s` is how long its prefill takes on an idle worker.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from diptych.cluster.gateway.text.grammars import GrammarChecks
 from diptych.cluster.worker import grammars as queues
 from diptych.cluster.worker.grammars import GrammarQueue
 from diptych.engine.demo import CHECKPOINT
+from diptych.engine.priority import COMPUTE_NICENESS
 from diptych.protos import frames as f
 
 from tests.support.standin import QUESTION, checkpoint, standing_in
@@ -53,6 +55,25 @@ async def test_the_wait_for_a_grammar_counts_in_the_deadline() -> None:
         none, over, far = [(await begun.get()).deadline_s for _ in range(3)]
     assert none == 0.0 and over == 1e-3
     assert 60.0 - (time.monotonic() - began_s) - 0.1 <= far <= 59.81
+
+
+async def test_grammars_compile_behind_what_carries_messages() -> None:
+    niceness: list[int] = []
+    begun: asyncio.Queue[f.StartPrefill] = asyncio.Queue()
+    engine = SimpleNamespace(
+        has_grammar=lambda grammar: False,
+        compile_grammar=lambda grammar: niceness.append(os.nice(0)),
+    )
+    queue = GrammarQueue(
+        engine,  # type: ignore[arg-type]
+        lambda gateway, frame: begun.put_nowait(frame),
+        lambda *refused: None,
+    )
+    sampling = f.Sampling(1, grammar=QUICK)
+    queue.begin_when_compiled("g", f.StartPrefill(("r", 0), 1, [1], sampling, "d"))
+    async with asyncio.timeout(20):
+        await begun.get()
+    assert niceness == [min(19, os.nice(0) + COMPUTE_NICENESS)]
 
 
 async def test_any_number_of_grammars_that_nobody_awaits_any_more_is_passed_over() -> None:

@@ -827,6 +827,34 @@ def test_one_that_waits_for_a_certain_worker_does_not_make_the_fleet_look_slow()
     assert overdue_of_a_burst(used) == overdue_of_a_burst(fresh) != set()
 
 
+@pytest.mark.parametrize("early_ttft_s", [60.0, 0.1])
+def test_a_wait_for_the_first_worker_does_not_make_it_look_slow(early_ttft_s: float) -> None:
+    """Three come before any worker is up. With 0.1 s to their deadlines they are overdue by then."""
+
+    def fates_of_a_burst(wait_s: float) -> tuple[set[str], set[str]]:
+        """Who is overdue, and who is refused, of thirty that come after those three."""
+        rig = Rig(background_wait_s=8.0)
+        for index in range(3):
+            rig.ask(f"early{index}", ttft_s=early_ttft_s)
+        rig.send(e.RouterTick(), after=0.5)
+        rig.send(e.RouterTick(), after=wait_s)
+        placed = rig.join("prefill/a") | rig.join("decode/x")
+        placed |= rig.send(e.RouterTick(), after=0.1)
+        while placed:
+            name = placed.popitem()[0]
+            placed = rig.first(name, after=1.0)
+            placed |= rig.over(name, reason="stop", tokens=1)
+            placed |= rig.send(e.RouterTick(), after=0.1)
+        assert not rig.router.queue.by_key, "all three were served"
+        for index in range(30):
+            rig.ask(f"burst{index}", ttft_s=12.0)
+        return late_of(rig), set(rig.refused)
+
+    fates = fates_of_a_burst(wait_s=25.0)
+    assert fates == fates_of_a_burst(wait_s=0.0)
+    assert all(fates), "some are overdue, and some are refused"
+
+
 @pytest.mark.parametrize("outage_s", [300, 1800, 18_000])
 def test_a_time_without_workers_says_nothing_of_what_they_can_do(outage_s: int) -> None:
     """The measured rate was next to 0 then, and the wait that it gave next to infinite."""

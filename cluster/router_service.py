@@ -22,6 +22,7 @@ from ..router import Router, RouterConfig, SloClass, TenantSlo, events, garbage
 from ..router.config import CLASSES
 from ..router.decisions import Decision
 from .config import ClusterConfig, ConfigError
+from .descriptors import reserve_descriptors
 from .event_log import EventLog
 from .telemetry import Exporter, RouterTally, logs
 from .telemetry.tracing import RoutingSpans, tracer_of
@@ -54,6 +55,7 @@ class RouterService:
         self, config: Values, deployments: Sequence[object] = ()
     ) -> None:
         garbage.disable()  # Python's collector would pause decisions; `_handle` sweeps between them
+        reserve_descriptors()  # the kernel would pause them, too
         self.config = ClusterConfig.model_validate(config)
         # The wall clock's milliseconds: a router that starts later has a higher term.
         self.router = Router(router_config(self.config), term=time.time_ns() // 1_000_000)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..applications import FindModels, ModelApplication, find_models
 from ..config import ClusterConfig
+from ..descriptors import reserve_descriptors
 from ..router_service import node_host
 from ..telemetry import logs
 from ..termination import drain_on_sigterm
@@ -62,6 +63,7 @@ class Gateway:
         those that Serve names. `deployments` are not used: binding them here makes Serve deploy
         them with the gateway.
         """
+        reserve_descriptors()  # else some clients wait for the kernel
         settings = ClusterConfig.model_validate(config)
         name = f"gateway/{serve.get_replica_context().replica_id.unique_id}"
         logs.configure(settings.observability.log, "gateway")

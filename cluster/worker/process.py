@@ -29,6 +29,7 @@ from ...protos import frames
 from ...protos.handshake import PeerIdentity
 from ..applications import POOL_DEPLOYMENTS, router_finder
 from ..config import ClusterConfig, EngineSettings, PoolConfig
+from ..descriptors import reserve_descriptors
 from ..router_service import node_host
 from ..telemetry import Exporter, logs
 from ..telemetry.process import resident_bytes
@@ -73,6 +74,7 @@ class WorkerProcess:
     async def __init__(  # type: ignore[misc]
         self, home: str, config: dict[str, Any], model: str
     ) -> None:
+        reserve_descriptors()  # else some connections wait for the kernel
         self.pool = home
         self.config = ClusterConfig.model_validate(config)
         self.loop = asyncio.get_running_loop()

@@ -27,6 +27,7 @@ from .backend_registry import open_backend
 from .batch import StepBatch, build_batch
 from .blocks import BlockPool
 from .commands import BlocksReserved, EngineObservation, PrefixStaged, StagePrefix
+from .core_sharing import open_core_sharing
 from .drafts import NGramDrafter
 from .engine_like import ReportProgress
 from .exactness import is_exact
@@ -89,6 +90,9 @@ class Engine:
         )
         #: name of the kernels that compute, with the reason if slower ones are taken
         self.kernels = self._model.kernels
+        states = options.core_states if options.share_idle_cores else None
+        #: Lends idle cores to other engines, and borrows theirs; None where nobody does.
+        self.core_sharing = open_core_sharing(states, options.cores, self._model.ops)
 
         salt = fingerprint(options.model_folder)
         self.scheduler = Scheduler(BlockPool(self.kv_pool.blocks), limits, salt)
@@ -170,7 +174,9 @@ class Engine:
         return self.scheduler.growth_reserve_blocks
 
     def close(self) -> None:
-        """Ends the other ranks' processes."""
+        """Ends the other ranks' processes, and the lending of cores."""
+        if self.core_sharing:
+            self.core_sharing.close()
         if self._model.rank_processes:
             self._model.rank_processes.close()
 
@@ -325,6 +331,9 @@ class Engine:
 
         batch = build_batch(plan, self.limits.block_tokens)
         after_layer = self._announce_prefills(plan.prefill)
+        sharing = self.core_sharing
+        if sharing:
+            sharing.begin_step(prefills=bool(plan.prefill))
         try:
             try:
                 hidden = self._model.hidden(batch.token_ids, batch.step_rows, after_layer)
@@ -335,6 +344,7 @@ class Engine:
             logits = hidden[:0]
             if len(batch.logit_rows):
                 logits = self._model.logits(hidden, batch.logit_rows)
+            helped = sharing.end_step() if sharing else False
         except torch.OutOfMemoryError as error:
             if self._model.rank_processes:
                 raise  # the other ranks wait for this one in mid-step
@@ -345,7 +355,7 @@ class Engine:
             # same: the time of the launch alone would teach the scheduler that prefill costs
             # nothing, and chunk after chunk would pile up in front of the next token.
             self._wait_for_device()
-        self._account(plan, batch, time.perf_counter() - began)
+        self._account(plan, batch, time.perf_counter() - began, helped=helped)
         return outputs
 
     def idle(self) -> bool:
@@ -376,14 +386,18 @@ class Engine:
             )
         return outputs
 
-    def _account(self, plan: StepPlan, batch: StepBatch, seconds: float) -> None:
-        """Counts a step that was planned here; the scheduler learns from its duration."""
-        self.scheduler.observe_step(seconds, batch.work(len(plan.prefill)))
+    def _account(self, plan: StepPlan, batch: StepBatch, seconds: float, *, helped: bool) -> None:
+        """Counts a step that was planned here; the scheduler learns from its duration.
+
+        `helped`: it was computed on borrowed cores, too, so others like it may take longer.
+        """
+        alone_s = self.scheduler.observe_step(seconds, batch.work(len(plan.prefill)), helped=helped)
         prefill_tokens = sum(count for _, count in plan.prefill)
         self.counters.count_step(
             seconds,
             prefill_tokens=prefill_tokens,
             step_tokens=prefill_tokens + len(batch.logit_rows),
+            alone_s=alone_s if helped else None,
         )
 
     def _account_ahead(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..kv_transfer.digests import Digester
 from ..kv_transfer.layout import KVLayout
@@ -37,6 +37,9 @@ from .commands import (
 )
 from .options import EngineOptions, SchedulerLimits
 from .sequence import BlocksFilled, Sequence, SequenceOutput
+
+if TYPE_CHECKING:
+    from .core_sharing import CoreSharing
 
 #: What a step brings about.
 StepEvent: TypeAlias = SequenceOutput | BlocksReserved
@@ -127,6 +130,11 @@ class EngineLike(Protocol):
     @property
     def cores(self) -> tuple[int, ...]:
         """Cores that the engine's thread is to be bound to; none: any."""
+        ...
+
+    @property
+    def core_sharing(self) -> CoreSharing | None:
+        """What shares idle cores with other engines of the machine; None where nothing does."""
         ...
 
     def has_grammar(self, grammar: Grammar) -> bool:

@@ -19,7 +19,8 @@ import queue
 import threading
 import time
 from collections.abc import Collection
-from typing import assert_never
+from contextlib import suppress
+from typing import TypeAlias, assert_never
 
 from ..kv_transfer.devices import enter_device
 from .commands import (
@@ -49,6 +50,9 @@ STOP_S = 10.0
 #: would keep the GIL from the transfers that hold these blocks.
 FRUITLESS_ROUND_S = 1e-3
 
+#: A command with the time when it was queued; None ends the thread.
+QueuedCommand: TypeAlias = tuple[float, EngineCommand | None]
+
 
 class EngineThread:
     """Runs `engine.step()` while there is work, sleeps on the command queue while there is none.
@@ -60,8 +64,7 @@ class EngineThread:
     def __init__(self, engine: EngineLike, deliver: Deliver) -> None:
         self.engine = engine
         self._deliver = deliver
-        #: commands with the time when they were queued; None ends the thread
-        self._commands: queue.SimpleQueue[tuple[float, EngineCommand | None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[QueuedCommand] = queue.SimpleQueue()
         #: Steps in a row, since the last command, that brought nothing to an engine with work.
         self._fruitless_steps = 0
         engine.announce_filled = deliver
@@ -73,6 +76,8 @@ class EngineThread:
 
     def submit(self, command: EngineCommand | None) -> None:
         """Queues a command; None ends the thread. Any thread."""
+        if self.engine.core_sharing:  # here, as the engine's thread may have to wait for its core
+            self.engine.core_sharing.take_back()
         self._commands.put((time.perf_counter(), command))
 
     def stop(self) -> None:
@@ -91,6 +96,9 @@ class EngineThread:
             os.sched_setaffinity(0, self.engine.cores)
         if self.engine.kv_pool.memory == "DRAM":  # else a GPU computes
             leave_cores_to_messages()
+        sharing = self.engine.core_sharing
+        if sharing:
+            sharing.start()
         try:
             enter_device(self.engine.kv_pool)
             idle = False
@@ -123,6 +131,22 @@ class EngineThread:
             return 0.0
         return max(0.0, FRUITLESS_ROUND_S - step_s)
 
+    def _wait_for_command(self, wait: bool, timeout_s: float | None) -> QueuedCommand:
+        """Takes a command from the queue. Raises queue.Empty.
+
+        While the thread sleeps with nothing to compute, its cores are others'.
+        """
+        sharing = self.engine.core_sharing
+        if sharing is None or not wait or timeout_s is not None:
+            return self._commands.get(wait, timeout_s)
+        with suppress(queue.Empty):
+            return self._commands.get_nowait()
+        sharing.lend()
+        try:
+            return self._commands.get()
+        finally:
+            sharing.take_back()
+
     def _carry_out_commands(self, *, wait: bool, timeout_s: float | None = None) -> bool:
         """Carries out what is queued; with `wait`, sleeps until a first command comes.
 
@@ -132,7 +156,7 @@ class EngineThread:
         replies: list[EngineEvent] = []
         try:
             while True:
-                queued_at, command = self._commands.get(wait, timeout_s)
+                queued_at, command = self._wait_for_command(wait, timeout_s)
                 if command is None:
                     return False
                 wait = False

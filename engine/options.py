@@ -53,6 +53,9 @@ class ComputeSettings:
     """What operators set of the hardware, and of how it computes."""
 
     threads: Count = 1  #: CPU threads that compute in each rank's process.
+    #: On a CPU, with our own engine: also compute on cores of other workers of this machine while
+    #: these have nothing to compute, and lend them one's own. Needs cores enough for all threads.
+    share_idle_cores: bool = True
     device: Device = "cpu"  #: With `cuda`, rank r takes the r-th GPU.
     #: The library that computes attention: auto, cpp or torch on a CPU; auto or another on a GPU.
     attention: AttentionKernels = "auto"
@@ -117,6 +120,7 @@ class EngineOptions(ComputeSettings):
     kernels: str = "auto"  #: Of a CPU: auto (the fastest) | amx | avx512 | avx2 | torch
     tensor_parallel: int = 1  #: Processes that share the model.
     cores: tuple[int, ...] = ()  #: Those that the engine's thread is bound to; empty: any.
+    core_states: Path | None = None  #: By which engines share idle cores (`core_sharing.py`).
     shared_kv: bool = False  #: True if other processes can map the KV pool.
     rank_program: str = "diptych.engine.rank_follower"  #: The module that ranks above 0 run.
     #: With vLLM as the engine (`engine/vllm/`): further arguments of its `EngineArgs`, by name.

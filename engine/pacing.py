@@ -143,7 +143,7 @@ class StepCost:
         """Learns from a step that took `seconds`. A step without any work teaches nothing."""
         decode_s = self.decode_s(work.decode_rows, work.decode_kv_tokens)
         prefill = (work.prefill_prompts, work.prefill_tokens, work.attended_pairs)
-        predicted_s = decode_s + self._prefill.predict(prefill)
+        predicted_s = self.step_s(work)
         fit = self._prefill if work.prefill_tokens else self._decode
         if fit.total_weight >= OUTLIER_MINIMUM_WEIGHT and predicted_s > 0:
             seconds = max(seconds, predicted_s / OUTLIER_RATIO)
@@ -173,6 +173,12 @@ class StepCost:
     def prefill_measured(self) -> bool:
         """True once a step with prefill was observed."""
         return self._prefill.total_weight > 0
+
+    def step_s(self, work: StepWork) -> float:
+        """Returns the seconds of a step with this work; of a kind not seen yet, 0."""
+        prefill = (work.prefill_prompts, work.prefill_tokens, work.attended_pairs)
+        decode_s = self.decode_s(work.decode_rows, work.decode_kv_tokens)
+        return decode_s + self._prefill.predict(prefill)
 
     def decode_s(self, rows: int, kv_tokens: int) -> float:
         """Returns the seconds of a step that only decodes: `rows` rows, and the KV of `kv_tokens`."""

@@ -303,10 +303,18 @@ class Scheduler:
             return self.plan(now)
         return plan
 
-    def observe_step(self, seconds: float, work: StepWork) -> None:
-        """Learns from a step that took `seconds`."""
-        self.cost.observe(seconds, work)
+    def observe_step(self, seconds: float, work: StepWork, *, helped: bool = False) -> float:
+        """Learns from a step that took `seconds`; returns what it takes without help.
+
+        A step that cores of idle neighbours `helped` to be fast teaches no cost: the next one may get
+        no help. For it, the result is what is predicted by steps without help.
+        """
         self.clock.advance(seconds, late_steps=int(seconds > self.clock.late_step_s))
+        alone_s = self.cost.step_s(work)
+        if helped and seconds < alone_s:
+            return alone_s
+        self.cost.observe(seconds, work)
+        return seconds
 
     def _put_off_late(self, queue: SequenceQueue, now: float) -> None:
         """Moves prompts whose first token is late by now behind those that can be in time."""

@@ -39,9 +39,13 @@ class StepCounters:
         #: Tokens that were prefilled: those of prompts that no cache had and no peer sent. After a
         #: preemption, what has to be computed again counts again; of the answer, too, but for vLLM.
         self.prefill_tokens = 0
-        self.prefill_s = 0.0  #: Seconds of steps with prefill, their decoding rows included.
+        #: Seconds of steps with prefill, their decoding rows included. Of a step that had help, what
+        #: it takes without: the router learns from these seconds what to expect.
+        self.prefill_s = 0.0
         self.decode_steps = 0  #: Steps without prefill.
-        self.decode_s = 0.0  #: Seconds of steps without prefill.
+        self.decode_s = 0.0  #: Seconds of steps without prefill, and without help.
+        self.helped_steps = 0  #: Steps that idle cores of neighbours helped with.
+        #: What steps really took.
         self.step_s = {
             "prefill": Histogram(STEP_SECONDS_BOUNDS),
             "decode": Histogram(STEP_SECONDS_BOUNDS),
@@ -52,23 +56,37 @@ class StepCounters:
         #: How often each answer that came to its end here had been preempted here.
         self.request_preemptions = Histogram(PREEMPTION_BOUNDS)
 
-    def count_step(self, seconds: float, *, prefill_tokens: int, step_tokens: int) -> None:
-        """Count a step, with what it adds to the counts of these names."""
+    def count_step(
+        self,
+        seconds: float,
+        *,
+        prefill_tokens: int,
+        step_tokens: int,
+        alone_s: float | None = None,
+    ) -> None:
+        """Count a step, with what it adds to the counts of these names.
+
+        `alone_s` is what a step takes that had help, without it; None: it had none.
+        """
         self.steps += 1
+        self.helped_steps += alone_s is not None
+        if alone_s is None:
+            alone_s = seconds
         self.step_tokens.observe(step_tokens)
         if prefill_tokens:
             self.prefill_tokens += prefill_tokens
-            self.prefill_s += seconds
+            self.prefill_s += alone_s
             self.step_s["prefill"].observe(seconds)
         else:
             self.decode_steps += 1
-            self.decode_s += seconds
+            self.decode_s += alone_s
             self.step_s["decode"].observe(seconds)
 
     def values(self) -> dict[str, Any]:
         """Return a snapshot, by the keys of `EngineLike.statistics`."""
         return {
             "steps": self.steps,
+            "helped_steps": self.helped_steps,
             "request_preemptions": self.request_preemptions.values(),
             "prefill_tokens": self.prefill_tokens,
             "step_s": {phase: seconds.values() for phase, seconds in self.step_s.items()},

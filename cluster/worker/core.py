@@ -141,10 +141,11 @@ class WorkerCore:
         `host` is the address to listen on. `progress` is called from another thread while the
         weights load. Raises what the engine or a transport raises.
         """
-        self._claimed_cores = claim(self.pool_config.engine.threads)
-        self._stops.callback(self._claimed_cores.close)
+        claimed = claim(self.pool_config.engine.threads)
+        self._claimed_cores = claimed
+        self._stops.callback(claimed.close)
         options = engine_config(self.config, self.pool_config, self._model)
-        options = replace(options, cores=self._claimed_cores.cores)
+        options = replace(options, cores=claimed.cores, core_states=claimed.states)
         self.engine: EngineLike = await asyncio.to_thread(self._open_engine, options, progress)
         self._stops.callback(self.engine.close)
         self.weight_loads += 1

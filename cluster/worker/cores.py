@@ -1,7 +1,7 @@
 """Shares a host's CPU cores out among its workers.
 
-Where the cores suffice for all workers, no two engines compute on the same one: each claims its
-own.
+Where the cores suffice for all workers, each engine claims its own, and no other computes there but
+while it is idle (`engine/core_sharing.py`).
 
 `diptych serve` offers cores where they suffice for all workers, by naming a folder in the
 environment. A worker claims as many as its engine has threads: it locks one file of the folder for
@@ -28,6 +28,7 @@ from ..config import ClusterConfig
 
 log = logging.getLogger(__name__)
 
+STATES_FILE = "states"  #: in that folder, beside a file for each core: see `engine/core_sharing.py`
 VARIABLE = "DIPTYCH_CORES"  #: the environment variable with the path of the folder with the locks
 #: Environment variable with the number of threads that compute in all replicas of all models at the
 #: start. Ranks above 0 are not counted: where there are any, no thread is bound to a core.
@@ -85,11 +86,13 @@ class Claim:
 
     `folder` has a file for each core, whose lock is the claim; it is made if it is missing. In a
     folder where other users can write nothing is claimed. `candidates` are the cores to try, in
-    order. `cores` are the held ones.
+    order. `cores` are the held ones, and `states` is the file by which their holders share them while
+    they are idle; None without cores.
     """
 
     def __init__(self, folder: Path, count: int, candidates: Sequence[int]) -> None:
         self.cores: tuple[int, ...] = ()
+        self.states: Path | None = None
         self._locks: dict[int, IO[str]] = {}
         if not candidates:
             return
@@ -114,6 +117,7 @@ class Claim:
                 self._locks[core] = lock
         if len(self._locks) == count:
             self.cores = tuple(self._locks)
+            self.states = folder / STATES_FILE
         else:
             self.close()
 

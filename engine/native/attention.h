@@ -1,6 +1,8 @@
 // What the paged attentions without tiles share: what they are called with, and how it becomes work.
 #pragma once
 
+#include "team.h"
+
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -34,15 +36,16 @@ constexpr int kThreadItems = 4;  // items of a thread, at least, where that leav
 template <class Work>
 void for_each_item(const Shape &s, const int64_t *spans, int64_t count, int threads, int rows_limit,
                    Work work) {
+    const int sharers = team_size(threads);
     int64_t rows_of_all = 0;
     for (int64_t i = 0; i < count; ++i) rows_of_all += spans[4 * i + 1] * s.heads;
-    const int64_t item_rows = std::clamp<int64_t>(rows_of_all / (kThreadItems * threads),
+    const int64_t item_rows = std::clamp<int64_t>(rows_of_all / (kThreadItems * sharers),
                                                   kItemRowsMinimum, rows_limit);
     const int64_t tokens = std::max<int64_t>(item_rows * s.kv_heads / s.heads, 1);
     std::vector<Item> items;
     // a short span's item has several heads, as many as leave work for all threads
     const int parts =
-        threads > 1 ? (int)std::clamp<int64_t>(kThreadItems * threads / count, 1, s.kv_heads) : 1;
+        sharers > 1 ? (int)std::clamp<int64_t>(kThreadItems * sharers / count, 1, s.kv_heads) : 1;
     const int short_span_heads = (s.kv_heads + parts - 1) / parts;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t *span = spans + 4 * i;
@@ -56,6 +59,6 @@ void for_each_item(const Shape &s, const int64_t *spans, int64_t count, int thre
             }
     }
     // from the end: a chunk's last tokens have the most keys, and nobody shall wait for them alone
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t i = (int64_t)items.size() - 1; i >= 0; --i) work(items[i]);
+    const int64_t all = items.size();
+    share_out(all, threads, [&](int64_t i) { work(items[all - 1 - i]); });
 }

@@ -11,6 +11,7 @@
 // work: in bursts the core has too few line buffers, and without requests under way memory is idle.
 
 #include "common.h"
+#include "team.h"
 
 #include <algorithm>
 #include <vector>
@@ -399,7 +400,8 @@ extern "C" void attention_amx(const uint16_t *q, const uint16_t *k, const uint16
                   heads, kv_heads, dim, window, scale * 1.44269504089f};
     std::vector<Item> items;
     const int tokens = std::max(kItem / (heads / kv_heads), 1);
-    const int most = count >= 4 * threads ? kv_heads : std::max(kv_heads / threads, 1);
+    const int sharers = team_size(threads);
+    const int most = count >= 4 * sharers ? kv_heads : std::max(kv_heads / sharers, 1);
     for (int64_t i = 0; i < count; ++i) {
         const int64_t *span = spans + 4 * i;
         for (int64_t t = 0; t < span[1]; t += tokens) {
@@ -414,12 +416,9 @@ extern "C" void attention_amx(const uint16_t *q, const uint16_t *k, const uint16
         return (a.start + a.count) * a.count * a.heads > (b.start + b.count) * b.count * b.heads;
     });  // the longest first: no thread is left with one of them at the end
     const int64_t all = items.size();
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        const Tiles tiles;
+    share_out(all, threads, [&](int64_t i) {
         thread_local Scratch scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < all; ++i)
-            pick(items[i].rows(s))(s, scratch, items[i], items[std::min(i + 1, all - 1)]);
-    }
+        const Tiles tiles;
+        pick(items[i].rows(s))(s, scratch, items[i], items[std::min(i + 1, all - 1)]);
+    });
 }

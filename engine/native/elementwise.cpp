@@ -1,5 +1,6 @@
 // What lies between the products, rounded to bf16 where the reference rounds.
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -19,20 +20,20 @@ void rotate(const uint16_t *x, const float *cos, const float *sin, uint16_t *out
 // RMSNorm of [rows, size]; `size` is a multiple of 16.
 extern "C" void rms_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows,
                          int64_t size, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 16)
-    for (int64_t row = 0; row < rows; ++row)
+    share_out_rows(rows, threads, [&](int64_t row) {
         normalise(x + row * size, weight, out + row * size, size, eps);
+    });
 }
 
 // [rows, 2 * size] of gates and what they gate -> [rows, size].
 extern "C" void silu_mul(const uint16_t *x, uint16_t *out, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 16)
-    for (int64_t row = 0; row < rows; ++row)
+    share_out_rows(rows, threads, [&](int64_t row) {
         for (int64_t i = 0; i < size; i += kFloats) {
             const Floats gate = round_bf16(silu(load_bf16(x + row * 2 * size + i)));
             store_bf16(out + row * size + i,
                        multiply(gate, load_bf16(x + row * 2 * size + size + i)));
         }
+    });
 }
 
 // qkv [rows, (heads + 2 kv_heads) * dim]: normalises q and k if asked, rotates q in place, rotated k
@@ -41,8 +42,7 @@ extern "C" void rope_store(uint16_t *qkv, int64_t rows, const uint16_t *q_norm,
                            const uint16_t *k_norm, float eps, const float *cos, const float *sin,
                            const int64_t *slots, uint16_t *keys, uint16_t *values, int64_t head,
                            int heads, int kv_heads, int dim, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 16)
-    for (int64_t row = 0; row < rows; ++row) {
+    share_out_rows(rows, threads, [&](int64_t row) {
         uint16_t *q = qkv + row * (heads + 2 * kv_heads) * dim;
         uint16_t *k = q + heads * dim, *v = k + kv_heads * dim;
         const float *c = cos + row * dim / 2, *s = sin + row * dim / 2;
@@ -55,5 +55,5 @@ extern "C" void rope_store(uint16_t *qkv, int64_t rows, const uint16_t *q_norm,
             rotate(k, c, s, keys + slots[row] + h * head, dim);
             std::memcpy(values + slots[row] + h * head, v, dim * 2);
         }
-    }
+    });
 }

@@ -5,6 +5,7 @@
 // order with the number of rows, so a row's last bits would depend on its neighbours.
 
 #include "common.h"
+#include "team.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -150,19 +151,15 @@ extern "C" void linear_amx(const uint16_t *x, int64_t x_row, int64_t rows, const
     const Call c{x, norm, weight, bias, residual, out, rows, inputs, outputs, x_row, eps, gated != 0};
     const int64_t block = std::max<int64_t>(kCached / inputs / 32 * 32, 32);
     const int64_t padded = (rows + 15) / 16 * 16;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    const int64_t columns = outputs / 32;
+    share_out_rows(padded, threads, [&](int64_t row) { pack(c, row, packed); });
+    share_out((rows + block - 1) / block * columns, threads, [&](int64_t piece) {
         thread_local Buffer<float> buffer;
-        float *sums = buffer.at_least((block + 31) / 32 * 32 * 32);
         const Tiles tiles;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < padded; ++row) pack(c, row, packed);
-        for (int64_t row = 0; row < rows; row += block) {
-#pragma omp for schedule(static) nowait
-            for (int64_t column = 0; column < outputs; column += 32)
-                panel(c, packed, row, std::min(rows, row + block), column, sums);
-        }
-    }
+        const int64_t first = piece / columns * block;
+        panel(c, packed, first, std::min(rows, first + block), piece % columns * 32,
+              buffer.at_least((block + 31) / 32 * 32 * 32));
+    });
 }
 
 // Asks Linux for the tiles' state (ARCH_REQ_XCOMP_PERM, XTILEDATA); 0 when they may be used.

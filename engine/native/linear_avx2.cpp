@@ -3,6 +3,7 @@
 // Weights are bf16 and are widened to float32 as they are read. Every sum is over the inputs in order,
 // by fused multiply-adds, whatever the number of rows. Up to six rows share the widened weights.
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -122,19 +123,19 @@ extern "C" void linear_avx2(const uint16_t *x, int64_t x_row, int64_t rows, cons
     const Call c{x, norm, weight, bias, residual, out, rows, inputs, outputs, x_row, eps, gated != 0};
     const int64_t cached_rows = std::max<int64_t>(kCached / inputs / kRows * kRows, kRows);
     const int64_t panels = outputs / kPanel;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) pack(c, row, packed);
-        for (int64_t first = 0; first < rows; first += cached_rows) {
-            const int64_t last = std::min(rows, first + cached_rows);
-#pragma omp for schedule(static) nowait
-            for (int64_t panel = 0; panel < panels; panel += kUnitPanels) {
-                const int count = (int)std::min<int64_t>(kUnitPanels, panels - panel);
-                for (int64_t row = first; row < last; row += kRows)
-                    block(c, packed + row * inputs, row, (int)std::min<int64_t>(kRows, last - row),
-                          panel, count);
-            }
-        }
-    }
+    const int64_t units = (panels + kUnitPanels - 1) / kUnitPanels;
+    // rows that are packed together are one piece's
+    share_out((rows + kRows - 1) / kRows, threads, [&](int64_t piece) {
+        const int64_t end = std::min(rows, (piece + 1) * kRows);
+        for (int64_t row = piece * kRows; row < end; ++row) pack(c, row, packed);
+    });
+    share_out((rows + cached_rows - 1) / cached_rows * units, threads, [&](int64_t piece) {
+        const int64_t first = piece / units * cached_rows;
+        const int64_t last = std::min(rows, first + cached_rows);
+        const int64_t panel = piece % units * kUnitPanels;
+        const int count = (int)std::min<int64_t>(kUnitPanels, panels - panel);
+        for (int64_t row = first; row < last; row += kRows)
+            block(c, packed + row * inputs, row, (int)std::min<int64_t>(kRows, last - row), panel,
+                  count);
+    });
 }

@@ -3,6 +3,7 @@
 // Every sum is over pairs of inputs in order, by one instruction for each pair, whatever the number of
 // rows. Up to six rows share registers, never sums. So few rows cost one read of the weights.
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -138,24 +139,20 @@ extern "C" void linear_avx512(const uint16_t *x, int64_t x_row, int64_t rows, co
     // blocks of rows are as equal as can be: each of them reads all weights
     const int64_t cached_rows = std::max<int64_t>(kCached / inputs, kRows);
     const int64_t blocks = std::max<int64_t>((rows + cached_rows - 1) / cached_rows, 1);
-    const int64_t block_rows = ((rows + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
+    const int64_t equal_rows = ((rows + blocks - 1) / blocks + kRows - 1) / kRows * kRows;
+    const int64_t block_rows = std::max<int64_t>(equal_rows, kRows);
     const int64_t panels = outputs / kPanel;
     const uint16_t *read = norm ? normalised : x;
     const int64_t read_row = norm ? inputs : x_row;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    if (norm)
+        share_out_rows(rows, threads, [&](int64_t row) {
+            normalise(x + row * x_row, norm, normalised + row * inputs, inputs, eps);
+        });
+    share_out((rows + block_rows - 1) / block_rows * panels, threads, [&](int64_t piece) {
         thread_local Buffer<float> buffer;
-        float *sums = buffer.at_least(block_rows * kPanel);
-        if (norm) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < rows; ++row)
-                normalise(x + row * x_row, norm, normalised + row * inputs, inputs, eps);
-        }
-        for (int64_t first = 0; first < rows; first += block_rows) {
-            const int64_t last = std::min(rows, first + block_rows);
-#pragma omp for schedule(static) nowait
-            for (int64_t panel = 0; panel < panels; ++panel)
-                multiply_panel(c, read, read_row, first, last, panel, sums);
-        }
-    }
+        const int64_t first = piece / panels * block_rows;
+        const int64_t last = std::min(rows, first + block_rows);
+        multiply_panel(c, read, read_row, first, last, piece % panels,
+                       buffer.at_least(block_rows * kPanel));
+    });
 }

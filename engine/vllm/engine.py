@@ -190,6 +190,9 @@ class VllmEngine:
     def limits(self) -> SchedulerLimits:
         return self.options.limits
 
+    #: vLLM's kernels have threads of their own, and borrow no cores.
+    core_sharing = None
+
     @property
     def cores(self) -> tuple[int, ...]:
         return self.options.cores

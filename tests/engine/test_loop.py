@@ -29,6 +29,7 @@ class BlockedEngine:
     """An engine with work that no step gets done, as all blocks are in use."""
 
     cores = ()
+    core_sharing: Any = None
     kv_pool = SimpleNamespace(memory="VRAM")
 
     def __init__(self) -> None:
@@ -121,6 +122,63 @@ def test_the_thread_and_no_other_is_bound_to_the_engine_s_cores(checkpoint) -> N
     assert os.sched_getaffinity(0) == mine
     assert owner.statistics()["cores"] == [core]
     thread.stop()
+
+
+class NotedSharing:
+    """What an engine's thread does with the sharing of cores, and the thread that did it."""
+
+    def __init__(self) -> None:
+        self.calls: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        self._note("start")
+
+    def lend(self) -> None:
+        self._note("lend")
+
+    def take_back(self) -> None:
+        self._note("take back")
+
+    def _note(self, call: str) -> None:
+        self.calls.put((call, threading.current_thread().name))
+
+    def calls_to(self, last: str) -> list[tuple[str, str]]:
+        """All calls to the next one of this name, each with its thread."""
+        calls = [self.calls.get(timeout=PATIENCE_S)]
+        while calls[-1][0] != last:
+            calls.append(self.calls.get(timeout=PATIENCE_S))
+        return calls
+
+
+def test_the_thread_lends_its_cores_while_it_sleeps_and_no_longer(checkpoint) -> None:
+    owner = engine(checkpoint("llama"))
+    sharing = NotedSharing()
+    owner.core_sharing = sharing  # type: ignore[assignment]
+    thread = EngineThread(owner, lambda _: None)
+    thread.start()
+    assert sharing.calls_to("lend") == [("start", "engine"), ("lend", "engine")]
+    thread.submit(commands.ObserveEngine())
+    # by who sends the command, as the core may be busy with somebody else's work
+    assert sharing.calls_to("lend") == [
+        ("take back", threading.current_thread().name),
+        ("take back", "engine"),
+        ("lend", "engine"),
+    ]
+    thread.stop()
+    assert [call for call, _ in sharing.calls_to("take back")] == ["take back"]
+
+
+def test_a_pause_for_transfers_lends_nothing(
+    blocked: BlockedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a millisecond, in which a borrower would hardly begin."""
+    blocked.core_sharing = sharing = NotedSharing()
+    blocked.thread.start()
+    sharing.calls_to("start")
+    deadline = time.monotonic() + PATIENCE_S
+    while blocked.steps < 5 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert sharing.calls.empty()
 
 
 def test_it_sleeps_and_wakes_up_again(harness: Harness) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+from diptych.engine.pacing import StepWork, attended_pairs
 from diptych.engine.scheduler import BACKGROUND_DELAY_S, Scheduler
 from diptych.engine.sequence import Sequence
+from diptych.engine.step_counters import StepCounters
 from diptych.engine.step_limit import Protection, protection_of
 
 from .pure import carry_out, scheduler, seq, transferred
@@ -117,3 +120,30 @@ def test_background_chunks_leave_room_for_the_first_gap_of_those_whose_kv_arrive
     decode_s = s.cost.decode_s(1, 103)
     left_out = s.cost.prefill_room(decode_s, 0, 512)
     assert sizes["late"] == sizes["nobody"] and sizes["nobody"] - sizes["on time"] >= left_out - 16
+
+
+def test_a_step_with_help_teaches_no_cost_and_counts_as_one_without() -> None:
+    s = scheduler(200)
+    s.cost = learned()
+    work = StepWork(0, 0, 512, attended_pairs(512, 0), 1)
+    alone_s = s.cost.step_s(work)
+    for _ in range(30):
+        assert s.observe_step(alone_s / 2, work, helped=True) == alone_s
+    assert s.cost.step_s(work) == alone_s
+    assert s.clock.elapsed_s == pytest.approx(30 * alone_s / 2), "gaps are as long as they were"
+    for _ in range(30):
+        s.observe_step(2 * alone_s, work, helped=True)
+    assert s.cost.step_s(work) > 1.5 * alone_s, "help that made it slow"
+
+
+def test_the_router_is_told_of_seconds_without_help_and_operators_of_those_that_passed() -> None:
+    counters = StepCounters()
+    counters.count_step(0.1, prefill_tokens=512, step_tokens=512, alone_s=0.19)
+    counters.count_step(0.01, prefill_tokens=0, step_tokens=1, alone_s=0.015)
+    counters.count_step(0.3, prefill_tokens=512, step_tokens=512)
+    assert counters.prefill_s == pytest.approx(0.49)
+    assert counters.decode_s == pytest.approx(0.015)
+    values = counters.values()
+    assert values["steps"] == 3
+    assert values["helped_steps"] == 2
+    assert values["step_s"]["prefill"]["sum"] == pytest.approx(0.4)

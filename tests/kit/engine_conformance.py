@@ -233,6 +233,7 @@ def what_peers_and_the_router_ask_is_there(kit: EngineKit) -> None:
     assert engine.piece_count >= 1
     assert isinstance(engine.exact, bool)
     assert len(set(engine.cores)) == len(engine.cores)
+    assert engine.cores or engine.core_sharing is None, "it lends cores that are not its own"
     assert len(engine.rank_sockets) == len(set(engine.rank_sockets))
     pool = engine.kv_pool
     assert pool.layout.block_tokens == kit.block_tokens

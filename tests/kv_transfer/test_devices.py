@@ -70,6 +70,7 @@ def test_the_engine_s_thread_enters_the_pool_s_gpu_before_its_first_step(
     engine: Any = SimpleNamespace(
         kv_pool=device_pool(),
         cores=(),
+        core_sharing=None,
         step=lambda: stepped.append(len(cuda.calls)) or [],
         idle=lambda: True,
         pin_for_demotion=list,

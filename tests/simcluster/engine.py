@@ -138,6 +138,7 @@ class HashEngine(Engine):
         self._grammars = None  # type: ignore[assignment]
         self._pipeline = None
         self._launched = None
+        self.core_sharing = None
         self._backend: Any = _NoDevice()
         self.spec: Any = _Spec()
         self.announce_filled = _ignore_filled
@@ -152,11 +153,11 @@ class HashEngine(Engine):
         self.step_s = STEP_S
         return super().step()
 
-    def _account(self, plan: StepPlan, batch: StepBatch, seconds: float) -> None:
+    def _account(self, plan: StepPlan, batch: StepBatch, seconds: float, *, helped: bool) -> None:
         """As by the clock, which stands still while a step is computed."""
         prompt_tokens = sum(count for _, count in plan.prefill)
         self.step_s = STEP_S + PREFILL_TOKEN_S * prompt_tokens
-        super()._account(plan, batch, self.step_s)
+        super()._account(plan, batch, self.step_s, helped=helped)
 
 
 class _NoDevice:

@@ -17,7 +17,6 @@ import ctypes
 import logging
 import mmap
 import os
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -39,10 +38,6 @@ GOLDEN_RATIO = (
     5**0.5 - 1
 ) / 2  #: Its multiples, modulo 1, are spread evenly, also every nth of them.
 
-#: The states that this process' helpers look at, for as long as it lives; empty before there are any.
-_states_of_helpers: list[mmap.mmap] = []
-_making_helpers = threading.Lock()
-
 
 class CoreSharing:
     """One engine's part in the sharing. Its methods are for the thread that computes, but for one."""
@@ -52,24 +47,19 @@ class CoreSharing:
         self._own = tuple(own)
         self._library = ops.library
         self._states = _open_states(states_file)
-        #: Cores to borrow if they are lent. Found before the thread is bound to its own ones.
-        others = sorted(os.sched_getaffinity(0) - set(own))
-        self._others = [core for core in others if core < STATES_BYTES]
+        # Found before the thread is bound to its own ones.
+        others = [
+            core for core in sorted(os.sched_getaffinity(0) - set(own)) if core < STATES_BYTES
+        ]
+        # Helpers look at the states for as long as the process lives, whatever becomes of this object.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._states))
+        states = (ctypes.c_uint8 * STATES_BYTES).from_buffer(self._states)
+        cores = (ctypes.c_int * len(others))(*others)
+        #: One for each core to borrow if it is lent. They have threads once they are called.
+        self._helpers = self._library.make_helpers(ctypes.addressof(states), cores, len(others))
         self._step_numbers = {True: 0, False: 0}  #: By whether a step has prefill.
         self._pieces_before = 0
         self._is_closed = False
-
-    def start(self) -> None:
-        """Makes the helpers of this process, if it has none yet."""
-        with _making_helpers:
-            if not _states_of_helpers and self._others:
-                _states_of_helpers.append(self._states)
-                # the mapping stays, whatever becomes of this module while the process ends
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._states))
-                states = (ctypes.c_uint8 * STATES_BYTES).from_buffer(self._states)
-                cores = (ctypes.c_int * len(self._others))(*self._others)
-                self._library.make_helpers(ctypes.addressof(states), cores, len(self._others))
-        self.take_back()
 
     def lend(self) -> None:
         """Lets others compute on this engine's cores, until `take_back`."""
@@ -89,13 +79,13 @@ class CoreSharing:
         number = self._step_numbers[prefills]
         self._step_numbers[prefills] = number + 1
         may_borrow = number >= ALONE_FIRST and number * GOLDEN_RATIO % 1 >= ALONE_SHARE
-        self._library.allow_borrowing(int(may_borrow))
-        self._pieces_before = self._library.helped_pieces()
+        self._library.use_helpers(self._helpers if may_borrow else None)
+        self._pieces_before = self._library.helped_pieces(self._helpers)
 
     def end_step(self) -> bool:
         """Ends the offer; returns whether anybody has helped."""
-        self._library.allow_borrowing(0)
-        return self._library.helped_pieces() != self._pieces_before
+        self._library.use_helpers(None)
+        return self._library.helped_pieces(self._helpers) != self._pieces_before
 
     def _set(self, state: int) -> None:
         if self._is_closed:  # by then another engine may have the cores

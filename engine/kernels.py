@@ -98,8 +98,7 @@ SIGNATURES: dict[str, list[type]] = {
         *(_Pointer, _Pointer),  # rows (gates, then values), out
         *(_Long, _Long, _Int),  # number of rows, size of a row of out, threads
     ],
-    "make_helpers": [_Pointer, _Pointer, _Int],  # states of cores, the cores, their number
-    "allow_borrowing": [_Int],  # whether
+    "use_helpers": [_Pointer],  # helpers, or none
     "rope_store": [
         *(_Pointer, _Long),  # qkv, number of rows
         *(_Pointer, _Pointer, _Float),  # weights of the norms of queries and keys, epsilon
@@ -333,8 +332,10 @@ def _declare(library: ctypes.CDLL, build: KernelBuild) -> None:
         function = getattr(library, name)
         function.restype = None
         function.argtypes = parameters
+    library.make_helpers.restype = _Pointer
+    library.make_helpers.argtypes = [_Pointer, _Pointer, _Int]  # states, cores, their number
     library.helped_pieces.restype = _Long
-    library.helped_pieces.argtypes = []
+    library.helped_pieces.argtypes = [_Pointer]
     if build.instructions == "amx":
         library.allow_amx.restype = _Long
         library.allow_amx.argtypes = []

@@ -98,7 +98,7 @@ class EngineThread:
             leave_cores_to_messages()
         sharing = self.engine.core_sharing
         if sharing:
-            sharing.start()
+            sharing.take_back()
         try:
             enter_device(self.engine.kv_pool)
             idle = False

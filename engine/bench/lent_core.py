@@ -44,8 +44,6 @@ def main() -> None:
         neighbour = core_sharing.CoreSharing(states_file, [other], ops)
         os.sched_setaffinity(0, {own})
         leave_cores_to_messages()
-        assert engine.core_sharing is not None
-        engine.core_sharing.start()
         _answer(engine, "warm-up")
         for number in range(ROUNDS):
             for is_lent in (False, True):

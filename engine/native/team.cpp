@@ -42,6 +42,7 @@ int64_t now_ns() {
 struct Helper {
     std::atomic<uint8_t> *state;  // of its core
     int core;
+    std::atomic<int64_t> *helped;
     bool has_thread = false;
     int64_t aside_until = 0;  // ns: its core has other work, so it is left alone
     std::atomic<bool> works{false};
@@ -49,10 +50,14 @@ struct Helper {
     std::atomic<uint32_t> awake{0};
 };
 
-// As long as the process lives: threads may compute while it exits.
-std::vector<Helper *> &helpers = *new std::vector<Helper *>;
-std::atomic<bool> may_borrow{false};
-std::atomic<int64_t> helped{0};
+// The helpers of one engine. They live as long as the process, as they may compute while it exits.
+struct Helpers {
+    std::vector<Helper *> all;
+    std::atomic<int64_t> helped{0};  // pieces that they have computed
+};
+
+// Of the engine that computes on this thread; null while it may not borrow.
+thread_local Helpers *helpers = nullptr;
 
 void help(Helper &helper, Pieces &pieces) {
     int64_t done = 0;
@@ -62,7 +67,7 @@ void help(Helper &helper, Pieces &pieces) {
         pieces.work(pieces.context, piece);
         ++done;
     }
-    helped += done;
+    *helper.helped += done;
     helper.works.store(false, std::memory_order_relaxed);
     pieces.helpers.fetch_sub(1, std::memory_order_release);  // the pieces may be gone behind this
 }
@@ -116,57 +121,57 @@ bool wake(Helper &helper) {
 }  // namespace
 
 int team_size(int threads) {
+    if (!helpers) return threads;
     int size = threads;
     const int64_t now = now_ns();
-    if (may_borrow.load(std::memory_order_relaxed))
-        for (const Helper *helper : helpers) {
-            const uint8_t state = helper->state->load(std::memory_order_relaxed);
-            if (helper->aside_until > now) continue;
-            size += state == kLent || (state == kBorrowed && helper->awake.load(std::memory_order_relaxed));
-        }
+    for (const Helper *helper : helpers->all) {
+        if (helper->aside_until > now) continue;
+        const uint8_t state = helper->state->load(std::memory_order_relaxed);
+        size += state == kLent || (state == kBorrowed && helper->awake.load(std::memory_order_relaxed));
+    }
     return size;
 }
 
 void offer(Pieces &pieces) {
-    if (!may_borrow.load(std::memory_order_relaxed)) return;
-    for (Helper *helper : helpers) {
+    if (!helpers) return;
+    for (Helper *helper : helpers->all) {
         if (helper->aside_until && helper->aside_until > now_ns()) continue;
         helper->aside_until = 0;
         if (!helper->awake.load(std::memory_order_relaxed) && !wake(*helper)) continue;
         pieces.helpers.fetch_add(1, std::memory_order_relaxed);
-        Pieces *nothing = nullptr;  // else another thread of this process computes, too
-        if (!helper->offered.compare_exchange_strong(nothing, &pieces, std::memory_order_release))
-            pieces.helpers.fetch_sub(1, std::memory_order_relaxed);
+        helper->offered.store(&pieces, std::memory_order_release);
     }
 }
 
 void withdraw(Pieces &pieces) {
     if (!pieces.helpers.load(std::memory_order_acquire)) return;
-    for (Helper *helper : helpers) {
-        Pieces *mine = &pieces;
-        if (helper->offered.compare_exchange_strong(mine, nullptr)) pieces.helpers.fetch_sub(1);
-    }
+    for (Helper *helper : helpers->all)
+        if (helper->offered.exchange(nullptr)) pieces.helpers.fetch_sub(1);
     for (int pauses = 0; pieces.helpers.load(std::memory_order_acquire); ++pauses)
         if (pauses < kPauses) {
             _mm_pause();
         } else {
             if (pauses == kPauses)
-                for (Helper *helper : helpers)
+                for (Helper *helper : helpers->all)
                     if (helper->works.load(std::memory_order_relaxed))
                         helper->aside_until = now_ns() + kAside;
             sched_yield();
         }
 }
 
-// Makes a helper for each of `cores`, once in a process. `states` are those of all cores, in memory that
-// all workers of the machine share, and that stays mapped.
-extern "C" void make_helpers(uint8_t *states, const int *cores, int count) {
+// Makes a helper for each of `cores`, for one engine. `states` are those of all cores, in memory that all
+// engines of the machine share, and that stays mapped.
+extern "C" void *make_helpers(uint8_t *states, const int *cores, int count) {
+    auto *made = new Helpers;
     for (int i = 0; i < count; ++i)
-        helpers.push_back(new Helper{(std::atomic<uint8_t> *)(states + cores[i]), cores[i]});
+        made->all.push_back(
+            new Helper{(std::atomic<uint8_t> *)(states + cores[i]), cores[i], &made->helped});
+    return made;
 }
 
-// Whether calls from now on are offered to helpers. One thread makes calls, and this one.
-extern "C" void allow_borrowing(int allowed) { may_borrow = allowed != 0; }
+// Whose help the calls of this thread get from now on; null: nobody's. One thread at a time may have
+// the same helpers.
+extern "C" void use_helpers(void *made) { helpers = (Helpers *)made; }
 
-// How many pieces helpers have computed since the process began.
-extern "C" int64_t helped_pieces() { return helped; }
+// How many pieces they have computed.
+extern "C" int64_t helped_pieces(void *made) { return ((Helpers *)made)->helped; }

@@ -110,6 +110,7 @@ OTHER_VALUES = {
     "growth_tokens": 99,
     "draft_tokens": 3,
     "threads": 5,
+    "share_idle_cores": False,
     "device": "cuda",
     "attention": "triton",
     "exact": True,

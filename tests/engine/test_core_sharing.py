@@ -25,12 +25,6 @@ STEP_WITH_HELP = ALONE_FIRST + 1  #: its number
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 
-@pytest.fixture(scope="module")
-def states_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One file for all tests here, as a process has its helpers look at one file only."""
-    return tmp_path_factory.mktemp("cores") / "states"
-
-
 @pytest.fixture
 def ops() -> NativeOps:
     return kernel(HEAD_DIM)
@@ -48,7 +42,7 @@ class Neighbours:
         self.sharing = CoreSharing(states_file, [own], ops)
         self.states = core_sharing._open_states(states_file)
         self.set_others(IN_USE)
-        self.sharing.start()
+        self.sharing.take_back()
 
     def set_others(self, state: int) -> None:
         for core in self.others:
@@ -63,8 +57,8 @@ class Neighbours:
 
 
 @pytest.fixture
-def neighbours(states_file: Path, ops: NativeOps) -> Neighbours:
-    return Neighbours(states_file, ops)
+def neighbours(tmp_path: Path, ops: NativeOps) -> Neighbours:
+    return Neighbours(tmp_path / "states", ops)
 
 
 def until(happens: Callable[[], bool]) -> None:
@@ -154,10 +148,12 @@ class AllowedSteps:
     """A library that notes for which steps help is allowed."""
 
     def __init__(self) -> None:
-        self.allowed: list[int] = []
-        self.allow_borrowing = self.allowed.append
+        self.allowed: list[bool] = []
 
-    def helped_pieces(self) -> int:
+    def use_helpers(self, helpers: int | None) -> None:
+        self.allowed.append(helpers is not None)
+
+    def helped_pieces(self, helpers: int) -> int:
         return 0
 
 
@@ -171,9 +167,9 @@ def test_steps_of_each_kind_and_of_each_chunk_are_computed_without_help(
             neighbours.sharing.begin_step(prefills=prefills)
     for allowed in (library.allowed[:800], library.allowed[800:]):
         assert not any(allowed[:ALONE_FIRST])
-        assert 80 < allowed.count(0) < 130
+        assert 80 < allowed.count(False) < 130
         # the steps of a prompt of eight chunks: none of the chunks has help each time
-        assert all(0 in allowed[chunk + 80 :: 8] for chunk in range(8))
+        assert all(False in allowed[chunk + 80 :: 8] for chunk in range(8))
 
 
 def test_outside_of_steps_nobody_helps(neighbours: Neighbours, ops: NativeOps) -> None:
@@ -181,10 +177,11 @@ def test_outside_of_steps_nobody_helps(neighbours: Neighbours, ops: NativeOps) -
     layer = make_layer(ops)
     neighbours.set_others(LENT)
     until(lambda: neighbours.help_with(lambda: layer(rows)))
-    before = ops.library.helped_pieces()
+    helpers = neighbours.sharing._helpers
+    before = ops.library.helped_pieces(helpers)
     for _ in range(50):
         layer(rows)
-    assert ops.library.helped_pieces() == before
+    assert ops.library.helped_pieces(helpers) == before
 
 
 def test_a_link_in_place_of_the_file_is_not_followed(
@@ -222,20 +219,24 @@ def test_an_engine_that_is_closed_leaves_its_cores_to_the_next(neighbours: Neigh
     assert neighbours.states[neighbours.own] == IN_USE
 
 
-def test_two_threads_of_a_process_may_compute_at_once(
-    neighbours: Neighbours, ops: NativeOps
+def test_two_engines_of_a_process_compute_at_once(
+    neighbours: Neighbours, ops: NativeOps, tmp_path: Path
 ) -> None:
+    """Each has helpers of its own, for the same cores."""
     rows = torch.randn(64, 512).bfloat16()
     layer = make_layer(ops)
     expected = layer(rows)
+    second = Neighbours(tmp_path / "states", ops)
     neighbours.set_others(LENT)
-    ops.library.allow_borrowing(1)
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            for found in pool.map(lambda _: layer(rows), range(400)):
-                assert torch.equal(found, expected)
-    finally:
-        ops.library.allow_borrowing(0)
+
+    def compute(engine: Neighbours) -> None:
+        for _ in range(300):
+            found: list[torch.Tensor] = []
+            engine.help_with(lambda found=found: found.append(layer(rows)))
+            assert torch.equal(found[0], expected)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(compute, [neighbours, second])) == [None, None]
 
 
 @pytest.mark.parametrize("row_count", [0, 1])

@@ -119,7 +119,7 @@ def test_a_step_that_draws_no_token_is_timed_until_the_device_has_done_it(
     owner, stream = lazy
     learnt: list[float] = []
 
-    def account(plan: Any, batch: Any, seconds: float) -> None:
+    def account(plan: Any, batch: Any, seconds: float, *, helped: bool) -> None:
         assert not stream.waiting, "the device still computes the step"
         learnt.append(seconds)
 

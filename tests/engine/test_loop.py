@@ -130,9 +130,6 @@ class NotedSharing:
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
-    def start(self) -> None:
-        self._note("start")
-
     def lend(self) -> None:
         self._note("lend")
 
@@ -156,7 +153,7 @@ def test_the_thread_lends_its_cores_while_it_sleeps_and_no_longer(checkpoint) ->
     owner.core_sharing = sharing  # type: ignore[assignment]
     thread = EngineThread(owner, lambda _: None)
     thread.start()
-    assert sharing.calls_to("lend") == [("start", "engine"), ("lend", "engine")]
+    assert sharing.calls_to("lend") == [("take back", "engine"), ("lend", "engine")]
     thread.submit(commands.ObserveEngine())
     # by who sends the command, as the core may be busy with somebody else's work
     assert sharing.calls_to("lend") == [
@@ -174,7 +171,7 @@ def test_a_pause_for_transfers_lends_nothing(
     """It is a millisecond, in which a borrower would hardly begin."""
     blocked.core_sharing = sharing = NotedSharing()
     blocked.thread.start()
-    sharing.calls_to("start")
+    sharing.calls_to("take back")
     deadline = time.monotonic() + PATIENCE_S
     while blocked.steps < 5 and time.monotonic() < deadline:
         time.sleep(0.001)

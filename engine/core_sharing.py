@@ -3,9 +3,9 @@
 An engine whose thread is bound to cores of its own (`EngineOptions.cores`) lends them while it sleeps,
 and borrows those of other engines while it computes: a prompt is then computed by two cores, while
 nobody decodes on the second one. All engines share a file with a byte for each core, its state. An
-engine that computes again takes its core back by that byte; the borrower looks at it before each piece
-of work, so the owner waits for one piece at most (`native/team.cpp`). Which core computes a piece
-changes no bit of it.
+engine that computes again takes its core back by that byte. The borrower looks at it before each piece
+of work, so the owner waits for a piece that was begun (`native/team.cpp`). Which core computes a
+piece changes no bit of it.
 
 What a step with help took says nothing about the next one, whose neighbour may compute. So costs are
 learned from steps without help: the first `ALONE_FIRST` of a kind, and a share of the later ones.
@@ -34,9 +34,8 @@ STATES_BYTES = 4_096  #: Of the file: one for each core that a machine may have.
 #: So many steps of a kind (with prefill or without) are computed without help at the start.
 ALONE_FIRST = 8
 ALONE_SHARE = 1 / 8  #: Of later ones. Any of a prompt's chunks may be among them.
-GOLDEN_RATIO = (
-    5**0.5 - 1
-) / 2  #: Its multiples, modulo 1, are spread evenly, also every nth of them.
+#: Its multiples, modulo 1, are spread evenly, and so is every nth of them.
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 
 
 class CoreSharing:

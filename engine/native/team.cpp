@@ -3,8 +3,8 @@
 // The workers of a machine share a byte for each core that an engine has claimed, its state. The
 // owner's engine sets it to `lent` before it sleeps, and to `in_use` before it computes. A neighbour
 // that computes borrows a lent core for as long as the state says so: it looks before each piece, so
-// the owner waits for one piece at most. A state that a killed worker leaves behind does no harm: as
-// `lent` or `borrowed` the core is idle in fact or lost to borrowers until its next owner computes.
+// the owner waits for a piece that was begun. The state that a killed worker leaves behind does little
+// harm. If it is `lent`, no engine has the core. Else nobody borrows it until its next owner computes.
 //
 // A helper is a thread for one core, which starts with the first call. It sleeps until it is called,
 // looks for pieces without sleeping while calls follow each other, and gives the core back `kRest` after

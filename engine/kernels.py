@@ -98,7 +98,6 @@ SIGNATURES: dict[str, list[type]] = {
         *(_Pointer, _Pointer),  # rows (gates, then values), out
         *(_Long, _Long, _Int),  # number of rows, size of a row of out, threads
     ],
-    "use_helpers": [_Pointer],  # helpers, or none
     "rope_store": [
         *(_Pointer, _Long),  # qkv, number of rows
         *(_Pointer, _Pointer, _Float),  # weights of the norms of queries and keys, epsilon
@@ -106,6 +105,7 @@ SIGNATURES: dict[str, list[type]] = {
         *(_Pointer, _Pointer, _Long),  # keys, values, stride of heads
         *(_Int, _Int, _Int, _Int),  # query heads, KV heads, size of a head, threads
     ],
+    "use_helpers": [_Pointer],  # what `make_helpers` gave, or None
 }
 
 #: The builds, the fastest first. "-linear" in a name tells linear layers of ours from oneDNN's, which

@@ -43,7 +43,7 @@ class StepCounters:
         #: it takes without: the router learns from these seconds what to expect.
         self.prefill_s = 0.0
         self.decode_steps = 0  #: Steps without prefill.
-        self.decode_s = 0.0  #: Seconds of steps without prefill, and without help.
+        self.decode_s = 0.0  #: Seconds of steps without prefill, as if none had had help.
         self.helped_steps = 0  #: Steps that idle cores of neighbours helped with.
         #: What steps really took.
         self.step_s = {

@@ -1,7 +1,7 @@
 """Shares a host's CPU cores out among its workers.
 
-Where the cores suffice for all workers, each engine claims its own, and no other computes there but
-while it is idle (`engine/core_sharing.py`).
+Where the cores suffice for all workers, each engine claims its own. Another engine computes on them
+only while their owner is idle (`engine/core_sharing.py`).
 
 `diptych serve` offers cores where they suffice for all workers, by naming a folder in the
 environment. A worker claims as many as its engine has threads: it locks one file of the folder for

@@ -17,6 +17,7 @@
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <system_error>
 #include <thread>
 #include <unistd.h>
 #include <vector>
@@ -45,7 +46,7 @@ struct Helper {
     std::atomic<int64_t> *helped;
     bool has_thread = false;
     int64_t aside_until = 0;  // ns: its core has other work, so it is left alone
-    std::atomic<bool> works{false};
+    std::atomic<bool> at_pieces{false};
     std::atomic<Pieces *> offered{nullptr};
     std::atomic<uint32_t> awake{0};
 };
@@ -68,7 +69,7 @@ void help(Helper &helper, Pieces &pieces) {
         ++done;
     }
     *helper.helped += done;
-    helper.works.store(false, std::memory_order_relaxed);
+    helper.at_pieces.store(false, std::memory_order_relaxed);
     pieces.helpers.fetch_sub(1, std::memory_order_release);  // the pieces may be gone behind this
 }
 
@@ -81,7 +82,7 @@ void look_for_pieces(Helper &helper) {
             _mm_pause();
         }
         if (Pieces *pieces = helper.offered.exchange(nullptr, std::memory_order_acquire)) {
-            helper.works.store(true, std::memory_order_relaxed);
+            helper.at_pieces.store(true, std::memory_order_relaxed);
             help(helper, *pieces);
             idle_since = now_ns();
         } else if (now_ns() - idle_since > kRest) {
@@ -111,7 +112,11 @@ bool wake(Helper &helper) {
     helper.awake.store(1, std::memory_order_release);
     if (!helper.has_thread) {
         helper.has_thread = true;
-        std::thread(run, &helper).detach();  // with the priority of the thread that computes
+        try {
+            std::thread(run, &helper).detach();  // with the priority of the thread that computes
+        } catch (const std::system_error &) {
+            // the process may have no more threads: the helper stays awake, and takes nothing
+        }
         return true;
     }
     syscall(SYS_futex, &helper.awake, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
@@ -153,7 +158,7 @@ void withdraw(Pieces &pieces) {
         } else {
             if (pauses == kPauses)
                 for (Helper *helper : helpers->all)
-                    if (helper->works.load(std::memory_order_relaxed))
+                    if (helper->at_pieces.load(std::memory_order_relaxed))
                         helper->aside_until = now_ns() + kAside;
             sched_yield();
         }

@@ -37,6 +37,13 @@ def test_no_two_claims_share_a_core_and_a_closed_one_is_free(tmp_path: Path) -> 
     assert cores.Claim(tmp_path, 2, [0, 1, 2, 3]).cores == (0, 1)
 
 
+def test_only_who_holds_cores_is_told_by_which_file_they_are_shared(tmp_path: Path) -> None:
+    first = cores.Claim(tmp_path, 1, [0, 1])
+    second = cores.Claim(tmp_path, 1, [0, 1])
+    assert first.states == second.states == tmp_path / cores.STATES_FILE
+    assert cores.Claim(tmp_path, 1, [0, 1]).states is None
+
+
 def test_a_claim_that_is_too_large_holds_nothing(tmp_path: Path) -> None:
     assert cores.Claim(tmp_path, 3, [0, 1]).cores == ()
     assert cores.Claim(tmp_path, 2, [0, 1]).cores == (0, 1)

@@ -18,6 +18,7 @@ from diptych.cluster.worker import cores
 from diptych.cluster.worker.core import WorkerCore
 from diptych.engine.blocks import BlockPool
 from diptych.engine.engine import LOW_POOL_DIVISOR
+from diptych.engine.kernels import NativeOps
 from diptych.kv_transfer.identity import block_hashes
 from diptych.protos import frames as f
 
@@ -216,6 +217,30 @@ def test_transfers_stay_on_their_engines_core_where_no_other_is_left(
     assert sorted(asyncio.run(run(mine[:2])), key=min) == [{mine[0]}, {mine[1]}]
     if len(mine) > 2:
         assert asyncio.run(run(mine)) == [set(mine)] * 2
+
+
+def test_a_prompt_is_computed_with_the_core_of_a_worker_that_is_idle(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the answer is the same as without."""
+    if len(cores.usable()) < 2:
+        pytest.skip("there is one core")
+    monkeypatch.setenv(cores.VARIABLE, str(tmp_path))
+
+    async def run() -> None:
+        async with opened(folder, kv_transfer={"transport": "tcp"}) as bench:
+            engines = [node.engine for node in bench.nodes.values()]
+            if not isinstance(engines[0]._model.ops, NativeOps):
+                pytest.skip(f"only our own kernels share cores; here computes {engines[0].kernels}")
+            answers: list[list[f.Token]] = []
+            async with asyncio.timeout(60):
+                while not any(engine.counters.helped_steps for engine in engines):
+                    number = len(answers)
+                    ids = prompt(number, 300)
+                    answers.append(await bench.ask(ids, f"a{number}", f.Sampling(8)))
+                    assert answers[-1] == await bench.alone(ids, f"b{number}", f.Sampling(8))
+
+    asyncio.run(run())
 
 
 async def test_two_workers_swap_roles_and_keep_what_they_hold(folder: Path) -> None:

@@ -72,6 +72,20 @@ def make_layer(ops: Ops) -> LinearLayer:
     return make_linear(torch.randn(1024, 512, generator=generator).bfloat16(), ops=ops)
 
 
+@pytest.fixture
+def compute_with_help(neighbours: Neighbours, ops: NativeOps) -> Callable[[], bool]:
+    """Computes a layer in a step, and returns whether there was help. There has been some already."""
+    rows = torch.randn(300, 512).bfloat16()
+    layer = make_layer(ops)
+    neighbours.set_others(LENT)
+
+    def compute() -> bool:
+        return neighbours.help_with(lambda: layer(rows))
+
+    until(compute)
+    return compute
+
+
 @pytest.mark.parametrize("row_count", [1, 7, 300])
 def test_linear_layers_have_the_same_bits_with_help(
     neighbours: Neighbours, ops: NativeOps, row_count: int
@@ -110,26 +124,19 @@ def test_attention_has_the_same_bits_with_help(neighbours: Neighbours, ops: Nati
 
 
 def test_nobody_computes_on_a_core_that_its_owner_has_taken_back(
-    neighbours: Neighbours, ops: NativeOps
+    neighbours: Neighbours, compute_with_help: Callable[[], bool]
 ) -> None:
-    rows = torch.randn(300, 512).bfloat16()
-    layer = make_layer(ops)
-    neighbours.set_others(LENT)
-    until(lambda: neighbours.help_with(lambda: layer(rows)))
     neighbours.set_others(IN_USE)
     # the piece that a helper was at belongs to the call before, which waited for it
-    assert not any(neighbours.help_with(lambda: layer(rows)) for _ in range(50))
+    assert not any(compute_with_help() for _ in range(50))
     neighbours.set_others(UNCLAIMED)
-    assert not any(neighbours.help_with(lambda: layer(rows)) for _ in range(50))
+    assert not any(compute_with_help() for _ in range(50))
 
 
+@pytest.mark.usefixtures("compute_with_help")
 def test_a_borrowed_core_is_given_back_once_there_is_nothing_to_compute(
-    neighbours: Neighbours, ops: NativeOps
+    neighbours: Neighbours,
 ) -> None:
-    rows = torch.randn(300, 512).bfloat16()
-    layer = make_layer(ops)
-    neighbours.set_others(LENT)
-    until(lambda: neighbours.help_with(lambda: layer(rows)))
     until(lambda: all(neighbours.states[core] == LENT for core in neighbours.others))
 
 
@@ -172,11 +179,10 @@ def test_steps_of_each_kind_and_of_each_chunk_are_computed_without_help(
         assert all(False in allowed[chunk + 80 :: 8] for chunk in range(8))
 
 
+@pytest.mark.usefixtures("compute_with_help")
 def test_outside_of_steps_nobody_helps(neighbours: Neighbours, ops: NativeOps) -> None:
     rows = torch.randn(300, 512).bfloat16()
     layer = make_layer(ops)
-    neighbours.set_others(LENT)
-    until(lambda: neighbours.help_with(lambda: layer(rows)))
     helpers = neighbours.sharing._helpers
     before = ops.library.helped_pieces(helpers)
     for _ in range(50):

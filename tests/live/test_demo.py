@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import grpc
 import httpx
 import psutil
 import pytest
+from diptych.cluster.descriptors import DESCRIPTORS
 from diptych.cluster.launch.processes import has_ended
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
@@ -23,6 +26,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from tests.support.lazy import LazyModule
 from tests.support.learned import ANSWERS
 from tests.support.live import Live, eventually
+from tests.support.sockets import processes_of
 from tests.support.variants import daily
 
 openai = LazyModule("openai")
@@ -46,6 +50,26 @@ def channel(live: Live) -> Iterator[grpc.Channel]:
 
 def ask(text: str, **fields: object) -> pb.ChatRequest:
     return pb.ChatRequest(messages=[pb.Message(role="user", content=text)], **fields)
+
+
+REPLICAS = ("Gateway", "Router", "PrefillWorker", "DecodeWorker")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the table is Linux's")
+def test_processes_that_serve_have_room_for_files_before_clients_come(live: Live) -> None:
+    """Else the kernel makes a client wait whose connection does not fit (`cluster/descriptors.py`)."""
+    found: set[str] = set()
+    for process in processes_of(live):
+        title = process.cmdline()[0]
+        name = next((replica for replica in REPLICAS if f":{replica}" in title), None)
+        if name is None:
+            continue
+        found.add(name)
+        soft_limit, _ = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        slots = int(status.split("FDSize:")[1].split()[0])
+        assert slots >= min(DESCRIPTORS, soft_limit), title
+    assert found == {*REPLICAS}
 
 
 def test_http_answers_exactly_and_names_both_workers(live: Live) -> None:

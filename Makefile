@@ -1,4 +1,4 @@
-.PHONY: install serve test test-all test-slow test-daily test-long test-compat test-clients test-vllm test-kube test-hosts chaos soak sim \
+.PHONY: install serve test test-all test-slow test-daily test-long test-compat test-clients test-vllm test-kube test-hosts test-pages chaos soak sim \
 	loadtest lint format docs protos kube kube-down
 VENV := .venv
 PACKAGES := cluster decode_worker engine kv_transfer loadtests prefill_worker router simulator
@@ -73,6 +73,10 @@ sim: install
 # On demand, as root: clusters on several hosts, which are namespaces behind a switch of ours (tests/hosts).
 test-hosts: install
 	$(PYTEST) -s -m "long or not long" tests/hosts $(ARGS)
+
+# On demand: the commands of all pages, typed as they stand (tests/page_commands).
+test-pages: install
+	$(BIN)/python -m tests.page_commands.run $(ARGS)
 
 # On demand: every fault on a live cluster under load (tests/chaos).
 chaos: install

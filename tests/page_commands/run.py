@@ -1,0 +1,348 @@
+"""Types the commands of the pages as they stand, and writes down what came of each.
+
+    python -m tests.page_commands.run [--group GROUP] [--only TEXT] [--again]
+
+The commands and how they run are in `commands.yaml`; groups whose commands run elsewhere (`test`, `suite`, `not_run`) are
+left to their own tests. What came of each goes to `last_run.json`, after each command. A command that has passed today is
+not typed again without `--again`. The output of each is below `build/page_commands`. Exit 1 if one
+failed.
+
+Commands run in a folder that has the tree's files as links, so that what they write stays out of the tree. The ports of
+the pages must be free: 8000, 8001, 9000, 9001.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from .find import ROOT
+
+FOLDER = Path(__file__).parent
+TABLE = FOLDER / "commands.yaml"
+LAST_RUN = FOLDER / "last_run.json"
+BUILD = ROOT / "build" / "page_commands"
+TREE = BUILD / "tree"
+LOG_FOLDER = "LOG"  #: of the router beside which commands run, from the tree's folder
+LIMIT_MINUTES = 5.0
+READY_S, STOP_S = 150.0, 60.0
+READY = "curl http"  #: in the welcome of a server that is ready
+CONTROL = "http://127.0.0.1:8001"
+CLUSTER = [
+    *("serve", "--prefill", "2", "--decode", "2"),
+    *("--set", f"router.log_folder={LOG_FOLDER}"),
+]
+#: what the page of hosted vLLM lets one type first
+VLLM = "export VLLM=~/.cache/diptych/engines/vllm/bin/python"
+CLUSTER_YAML = "pools: {decode: {replicas: 2}}\n"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command of the table."""
+
+    group: str
+    command: str
+    typed: str  #: the command with values for its placeholders
+    limit_s: float = LIMIT_MINUTES * 60
+    status: int = 0  #: its exit status if all is well
+    says: str = ""  #: what its output has if all is well
+
+
+def lines(group: str) -> list[Line]:
+    """Return a group's commands in their order."""
+    entries: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text())[group]
+    return [
+        Line(
+            group,
+            command,
+            entry.get("as", command),
+            entry.get("minutes", LIMIT_MINUTES) * 60,
+            entry.get("status", 0),
+            entry.get("says", ""),
+        )
+        for command, entry in entries.items()
+    ]
+
+
+class Record:
+    """What came of each command, in `last_run.json`."""
+
+    def __init__(self) -> None:
+        self._commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        self._day = datetime.date.today().isoformat()
+
+    def has_passed_today(self, command: str) -> bool:
+        """Tell whether a command has passed on this day."""
+        last = self._commands().get(command, {})
+        return last.get("passed", False) and last["day"] == self._day
+
+    def write(self, command: str, passed: bool, seconds: float) -> None:
+        """Write down what came of a command now, beside what other runs wrote meanwhile."""
+        commands = self._commands()
+        commands[command] = {
+            "passed": passed,
+            "seconds": round(seconds),
+            "day": self._day,
+            "commit": self._commit,
+        }
+        text = json.dumps(dict(sorted(commands.items())), indent=1)
+        LAST_RUN.write_text(text + "\n")
+
+    @staticmethod
+    def _commands() -> dict[str, dict[str, Any]]:
+        return json.loads(LAST_RUN.read_text()) if LAST_RUN.exists() else {}
+
+
+def make_tree() -> None:
+    """Make the folder in which commands run, with what the pages say one has before."""
+    TREE.mkdir(parents=True, exist_ok=True)
+    for path in ROOT.iterdir():
+        link = TREE / path.name
+        if path.name != ".git" and not link.is_symlink():
+            link.symlink_to(path)
+    shared = BUILD / "shared"
+    if not shared.is_symlink():
+        shared.symlink_to(ROOT.parent / "shared")
+    (TREE / "cluster.yaml").write_text(CLUSTER_YAML)
+    request = {"messages": [{"role": "user", "content": "What is prefill?"}]}
+    asked = {
+        "custom_id": "1",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": request,
+    }
+    (TREE / "IN.jsonl").write_text(json.dumps(asked) + "\n")
+    make_certificate()
+
+
+def make_certificate() -> None:
+    """Make cert.pem and key.pem, which a reader of the page on security has."""
+    subprocess.run(
+        "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 30"
+        " -subj /CN=localhost -addext subjectAltName=DNS:localhost,IP:127.0.0.1",
+        shell=True,
+        cwd=TREE,
+        capture_output=True,
+        check=True,
+    )
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a reader's terminal, in which `diptych` and `python` are ours."""
+    path = f"{TREE}/.venv/bin:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "COLUMNS": "120"}
+
+
+def fill(typed: str, names: dict[str, str]) -> str:
+    """Put values into a command's placeholders."""
+    for placeholder, name in names.items():
+        typed = re.sub(rf"\b{placeholder}\b", name, typed)
+    return typed
+
+
+def place_of(typed: str) -> Path:
+    """Return the folder for a command: that of `make` is the tree itself, as it writes below build/."""
+    return ROOT if typed.startswith("make ") else TREE
+
+
+def log_of(command: str) -> Path:
+    """Return where a command's output goes."""
+    name = re.sub(r"[^\w.-]+", "_", command)[:120]
+    return BUILD / f"{name}.log"
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Give a server ^C, as a terminal does; return its exit status."""
+    if process.poll() is not None:
+        return process.returncode
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        return process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+
+def type_command(line: Line, typed: str, before: str = VLLM) -> bool:
+    """Run a command to its end, in a terminal where another ran before; tell whether it ended as it should."""
+    with log_of(line.command).open("wb") as output:
+        process = subprocess.Popen(
+            ["bash", "-c", f"{before}\n{typed}"],
+            cwd=place_of(typed),
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(line.limit_s)
+        except subprocess.TimeoutExpired:
+            end(process)
+            return False
+    return status == line.status and line.says in log_of(line.command).read_text()
+
+
+@contextmanager
+def server(words: list[str] | str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server, wait until it is ready, and end it afterwards.
+
+    Raises:
+        RuntimeError: It ended or was not ready in time, or did not end well.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            words if isinstance(words, list) else ["bash", "-c", f"exec {words}"],
+            cwd=place_of(words if isinstance(words, str) else ""),
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + READY_S
+        while READY not in log.read_text():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"it is not ready: {log}")
+            time.sleep(0.2)
+        yield process
+    finally:
+        status = end(process)
+    if status:
+        raise RuntimeError(f"it ended with {status}: {log}")
+
+
+def serve(line: Line) -> bool:
+    """Run a server until it is ready, and tell whether it started and ended well."""
+    model = str(ROOT / "engine/demo/checkpoint")
+    try:
+        with server(fill(line.typed, {"MODEL": model}), log_of(line.command)):
+            return True
+    except RuntimeError as error:
+        print(error)
+        return False
+
+
+def names_of_cluster() -> dict[str, str]:
+    """Return values for the placeholders of commands beside a cluster."""
+    chat = httpx.post(
+        "http://127.0.0.1:8000/v1/chat/completions",
+        json={"messages": [{"role": "user", "content": "What is decode?"}]},
+        timeout=30,
+    )
+    workers = httpx.get(f"{CONTROL}/admin/v1/cluster", timeout=10).json()["workers"]
+    prefill = [worker["id"] for worker in workers if worker["home"] == "prefill"]
+    request = chat.headers["x-request-id"]
+    return {
+        "REQUEST_ID": request,
+        "REQUEST": request,
+        "REPLICA": prefill[-1],
+        "MODEL": str(ROOT / "engine/demo/checkpoint"),
+        "DIR": LOG_FOLDER,
+    }
+
+
+def exports(log: Path) -> str:
+    """Return the `export` line that `diptych serve` prints, for the terminal in which Ray's own commands work."""
+    (line,) = re.findall(r"^.*?(export RAY.*)$", log.read_text(), re.MULTILINE)
+    return line
+
+
+class Runner:
+    """Runs what is asked for, tells of each, and counts the failures."""
+
+    def __init__(self, only: str, again: bool) -> None:
+        self._only = only
+        self._again = again
+        self._record = Record()
+        self.failed: list[str] = []
+
+    def chosen(self, group: str) -> list[Line]:
+        """Return a group's commands that are to be typed."""
+        return [
+            line
+            for line in lines(group)
+            if self._only in line.command
+            and (self._again or not self._record.has_passed_today(line.command))
+        ]
+
+    def _tell(self, line: Line, passed: bool, began: float) -> None:
+        seconds = time.monotonic() - began
+        self._record.write(line.command, passed, seconds)
+        print(f"{'passed' if passed else 'FAILED'} {seconds:6.1f} s  {line.command}", flush=True)
+        if not passed:
+            self.failed.append(line.command)
+            print(f"       {log_of(line.command)}", flush=True)
+
+    def run_alone(self) -> None:
+        """Type the commands that need nothing beside them."""
+        model = str(ROOT / "engine/demo/checkpoint")
+        for line in self.chosen("alone"):
+            began = time.monotonic()
+            typed = fill(line.typed, {"MODEL": model, "ROOT": str(ROOT)})
+            self._tell(line, type_command(line, typed), began)
+
+    def run_servers(self) -> None:
+        """Start and end the servers, one after the other."""
+        for line in self.chosen("serve"):
+            began = time.monotonic()
+            self._tell(line, serve(line), began)
+
+    def run_beside_a_cluster(self) -> None:
+        """Type the commands that a cluster answers."""
+        chosen = self.chosen("cluster")
+        if not chosen:
+            return
+        log = BUILD / "cluster.log"
+        with server([f"{TREE}/.venv/bin/diptych", *CLUSTER], log):
+            before = exports(log)
+            for line in chosen:
+                began = time.monotonic()
+                typed = fill(line.typed, names_of_cluster())
+                self._tell(line, type_command(line, typed, before), began)
+
+
+def main() -> None:
+    """Read the arguments, run, and end with 1 if a command failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--group", choices=["alone", "serve", "cluster"], help="this one only")
+    parser.add_argument("--only", default="", help="commands that have this text")
+    parser.add_argument("--again", action="store_true", help="those that have passed, too")
+    asked = parser.parse_args()
+    make_tree()
+    runner = Runner(asked.only, asked.again)
+    groups = {
+        "alone": runner.run_alone,
+        "serve": runner.run_servers,
+        "cluster": runner.run_beside_a_cluster,
+    }
+    for group, run in groups.items():
+        if asked.group in (None, group):
+            run()
+    sys.exit(1 if runner.failed else 0)
+
+
+if __name__ == "__main__":
+    main()

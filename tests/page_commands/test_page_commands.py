@@ -1,0 +1,75 @@
+"""Every command of the pages has a place where it runs, or a reason why it runs nowhere."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from .find import ROOT, all_commands, commands_of
+from .run import LAST_RUN, TABLE
+
+GROUPS: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text())
+#: whose commands `run.py` types
+TYPED = ("alone", "serve", "cluster")
+A_DAY_AND_A_PAGE = re.compile(r"(\d{4}-\d\d-\d\d), (\S+\.md)")
+
+
+def test_the_table_has_each_command_of_the_pages_once_and_no_other() -> None:
+    listed = [command for group in GROUPS.values() for command in group]
+    pages = all_commands()
+    assert {command: pages[command] for command in pages if command not in listed} == {}
+    assert [command for command in listed if command not in pages] == []
+    assert sorted(listed) == sorted(set(listed))
+
+
+def test_what_runs_on_demand_has_passed_on_a_day_that_is_written_down() -> None:
+    record = json.loads(LAST_RUN.read_text())
+    typed = [command for group in TYPED for command in GROUPS[group]]
+    assert [command for command in typed if not record.get(command, {}).get("passed")] == []
+    assert [command for command in record if command not in typed] == []
+
+
+@pytest.mark.parametrize("command", GROUPS["test"])
+def test_the_test_of_a_command_is_there(command: str) -> None:
+    assert (ROOT / GROUPS["test"][command]).is_file()
+
+
+@pytest.mark.parametrize("command", GROUPS["suite"])
+def test_a_suite_has_the_day_of_its_last_run_and_a_page_that_tells_of_it(command: str) -> None:
+    entry = A_DAY_AND_A_PAGE.fullmatch(GROUPS["suite"][command])
+    assert entry
+    day, page = entry.groups()
+    assert datetime.date.fromisoformat(day)
+    written = datetime.date.fromisoformat(day).strftime("%-d %B %Y"), day
+    assert any(form in " ".join((ROOT / page).read_text().split()) for form in written)
+
+
+def test_a_command_that_runs_nowhere_has_a_reason() -> None:
+    assert all(len(reason) > len("no time") for reason in GROUPS["not_run"].values())
+
+
+@pytest.mark.parametrize(
+    ("text", "commands"),
+    [
+        ("```sh\nmake serve  # starts it\n```\n", ["make serve"]),
+        (
+            "```\ndiptych plan TRACE \\\n  --fleet H200:8\n```",
+            ["diptych plan TRACE --fleet H200:8"],
+        ),
+        ("   ```sh\n   .venv/bin/diptych top\n   ```\n", [".venv/bin/diptych top"]),
+        ("```yaml\nmake: serve\n```\nThen `make docs`.\n", ["make docs"]),
+        ("`diptych scale decode=2\n--wait` waits", ["diptych scale decode=2 --wait"]),
+        ("`diptych status` and `diptych bench live`", []),
+        ("`diptych status [-w]`, `diptych config show\\|diff`, `diptych serve ... --set`", []),
+        ("Then\n\n    make chaos ARGS=1 \\\n        ARGS=2\n\n", ["make chaos ARGS=1 ARGS=2"]),
+        ("```\nPrefill is the first phase.\n```\n", []),
+        ("```json\n{}\n```\n\ntext\n\n```sh\nmake sim\n```", ["make sim"]),
+    ],
+)
+def test_commands_are_found_where_a_reader_sees_them(text: str, commands: list[str]) -> None:
+    assert commands_of(text) == commands

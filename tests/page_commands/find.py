@@ -17,13 +17,13 @@ IN_QUOTES = re.compile(r"`([^`]+)`")
 PROGRAM = re.compile(
     r"""^(?:export\ )?(?:[A-Z_]+=\S*\ )*
     (?:\.venv/bin/\S+|make|diptych|python3?|pytest|\S+/bin/(?:pip|python)|\$VLLM|curl|helm|kubectl|docker|kind|crane|pip
-    |promtool|openssl|deploy/install\.sh|examples/\S+\.sh)(?:\ |$)""",
+    |promtool|openssl|apt-get|kill|ps|time|\.|deploy/install\.sh|examples/\S+\.sh)(?:\ |$)""",
     re.VERBOSE,
 )
 #: `diptych status [-w]` and `diptych config show\|validate` are grammar, `diptych serve ...` a mention
 GRAMMAR = re.compile(r"\[-|\\\||\.\.\.")
 #: `diptych status`, `diptych bench live`, `kubectl drain` in a sentence are names of commands
-NAME_ALONE = re.compile(r"^(?:diptych|helm|kubectl|pip|promtool|curl)(?: [a-z-]+){0,2}$")
+NAME_ALONE = re.compile(r"^(?:diptych|helm|kubectl|pip|promtool|curl)(?: [a-z][\w-]*){0,2}$")
 #: a setting of the shell for the lines below it
 SETTING = re.compile(r"^export [A-Z_]+=")
 
@@ -56,7 +56,7 @@ def commands_of(text: str) -> list[str]:
         found += [line for line in lines if PROGRAM.match(line) or SETTING.match(line)]
     for quoted in IN_QUOTES.findall(without_fences):
         command = one_line(quoted)
-        is_command = PROGRAM.match(command) and " " in command
+        is_command = SETTING.match(command) or (PROGRAM.match(command) and " " in command)
         if is_command and not GRAMMAR.search(command) and not NAME_ALONE.match(command):
             found.append(command)
     return list(dict.fromkeys(found))

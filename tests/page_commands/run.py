@@ -2,18 +2,19 @@
 
     python -m tests.page_commands.run [--group GROUP] [--only TEXT] [--again]
 
-The commands and how they run are in `commands.yaml`; groups whose commands run elsewhere (`test`, `suite`, `not_run`) are
-left to their own tests. What came of each goes to `last_run.json`, after each command. A command that has passed today is
-not typed again without `--again`. The output of each is below `build/page_commands`. Exit 1 if one
-failed.
+The commands and how they run are in `commands.yaml`; of its groups `suite`, `not_run` and `mention` nothing is typed. What
+came of each goes to `last_run.json`, after each command. A command that has passed today as it is in the table is not
+typed again without `--again`. What a command needs of others is typed before it. The output of each is below `build/page_commands`. Exit 1 if one
+failed, 2 if none was chosen.
 
-Commands run in a folder that has the tree's files as links, so that what they write stays out of the tree. The ports of
-the pages must be free: 8000, 8001, 9000, 9001.
+Commands run in a folder that has the tree's files and folders as links, so that new files stay out of the tree's root.
+`make` and what names ROOT run in the tree itself. These ports must be free: 8000, 8001, 8080, 8089, 9000, 9001.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -35,6 +36,7 @@ from .find import ROOT
 
 FOLDER = Path(__file__).parent
 TABLE = FOLDER / "commands.yaml"
+GROUPS = ("alone", "serve", "cluster")  #: whose commands are typed, in this order
 LAST_RUN = FOLDER / "last_run.json"
 BUILD = ROOT / "build" / "page_commands"
 TREE = BUILD / "tree"
@@ -49,6 +51,11 @@ CLUSTER = [
 ]
 #: what the page of hosted vLLM lets one type first
 VLLM = "export VLLM=~/.cache/diptych/engines/vllm/bin/python"
+#: variables of make and of this process, which a reader's terminal does not have
+OF_THIS_RUN = {
+    *("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"),
+    *("OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV"),
+}
 CLUSTER_YAML = "pools: {decode: {replicas: 2}}\n"
 
 
@@ -62,6 +69,7 @@ class Line:
     limit_s: float = LIMIT_MINUTES * 60
     status: int = 0  #: its exit status if all is well
     says: str = ""  #: what its output has if all is well
+    needs: tuple[str, ...] = ()  #: commands of any group that must have run before, in their order
 
 
 def lines(group: str) -> list[Line]:
@@ -71,13 +79,19 @@ def lines(group: str) -> list[Line]:
         Line(
             group,
             command,
-            entry.get("as", command),
-            entry.get("minutes", LIMIT_MINUTES) * 60,
-            entry.get("status", 0),
-            entry.get("says", ""),
+            typed=entry.get("as", command),
+            limit_s=entry.get("minutes", LIMIT_MINUTES) * 60,
+            status=entry.get("status", 0),
+            says=entry.get("says", ""),
+            needs=tuple(entry.get("needs", ())),
         )
         for command, entry in entries.items()
     ]
+
+
+def expectation(line: Line) -> str:
+    """Return what a record must be of: another command, status or output is another test."""
+    return f"{line.typed} -> {line.status} {line.says}".strip()
 
 
 class Record:
@@ -93,15 +107,17 @@ class Record:
         ).stdout.strip()
         self._day = datetime.date.today().isoformat()
 
-    def has_passed_today(self, command: str) -> bool:
-        """Tell whether a command has passed on this day."""
-        last = self._commands().get(command, {})
-        return last.get("passed", False) and last["day"] == self._day
+    def has_passed_today(self, line: Line) -> bool:
+        """Tell whether a command has passed on this day, as it stands in the table."""
+        last = self._commands().get(line.command, {})
+        is_the_same = last.get("expected") == expectation(line)
+        return is_the_same and last["passed"] and last["day"] == self._day
 
-    def write(self, command: str, passed: bool, seconds: float) -> None:
+    def write(self, line: Line, passed: bool, seconds: float) -> None:
         """Write down what came of a command now, beside what other runs wrote meanwhile."""
         commands = self._commands()
-        commands[command] = {
+        commands[line.command] = {
+            "expected": expectation(line),
             "passed": passed,
             "seconds": round(seconds),
             "day": self._day,
@@ -150,9 +166,12 @@ def make_certificate() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a reader's terminal, in which `diptych` and `python` are ours."""
-    path = f"{TREE}/.venv/bin:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "COLUMNS": "120"}
+    """Return the environment of a reader's terminal, in which `diptych` and `python` are ours.
+
+    What `make test-pages` and this process have set for themselves is not in it.
+    """
+    own = {name: value for name, value in os.environ.items() if name not in OF_THIS_RUN}
+    return {**own, "PATH": f"{TREE}/.venv/bin:{own['PATH']}", "COLUMNS": "120"}
 
 
 def fill(typed: str, names: dict[str, str]) -> str:
@@ -169,20 +188,25 @@ def place_of(typed: str) -> Path:
 
 def log_of(command: str) -> Path:
     """Return where a command's output goes."""
-    name = re.sub(r"[^\w.-]+", "_", command)[:120]
+    name = re.sub(r"[^\w.-]+", "_", command).lstrip("._")[:120]
     return BUILD / f"{name}.log"
 
 
 def end(process: subprocess.Popen[bytes]) -> int:
-    """Give a server ^C, as a terminal does; return its exit status."""
-    if process.poll() is not None:
-        return process.returncode
-    os.killpg(process.pid, signal.SIGINT)
+    """Give a process and what it started ^C, as a terminal does; return its exit status.
+
+    What has not ended then is killed.
+    """
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
     try:
         return process.wait(STOP_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+        return -signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def type_command(line: Line, typed: str, before: str = VLLM) -> bool:
@@ -200,9 +224,10 @@ def type_command(line: Line, typed: str, before: str = VLLM) -> bool:
         try:
             status = process.wait(line.limit_s)
         except subprocess.TimeoutExpired:
-            end(process)
             return False
-    return status == line.status and line.says in log_of(line.command).read_text()
+        finally:
+            end(process)
+    return status == line.status and line.says in log_of(line.command).read_text(errors="replace")
 
 
 @contextmanager
@@ -234,17 +259,6 @@ def server(words: list[str] | str, log: Path) -> Iterator[subprocess.Popen[bytes
         raise RuntimeError(f"it ended with {status}: {log}")
 
 
-def serve(line: Line) -> bool:
-    """Run a server until it is ready, and tell whether it started and ended well."""
-    model = str(ROOT / "engine/demo/checkpoint")
-    try:
-        with server(fill(line.typed, {"MODEL": model}), log_of(line.command)):
-            return True
-    except RuntimeError as error:
-        print(error)
-        return False
-
-
 def names_of_cluster() -> dict[str, str]:
     """Return values for the placeholders of commands beside a cluster."""
     chat = httpx.post(
@@ -253,13 +267,13 @@ def names_of_cluster() -> dict[str, str]:
         timeout=30,
     )
     workers = httpx.get(f"{CONTROL}/admin/v1/cluster", timeout=10).json()["workers"]
-    prefill = [worker["id"] for worker in workers if worker["home"] == "prefill"]
+    prefill = [worker for worker in workers if worker["home"] == "prefill"]
     request = chat.headers["x-request-id"]
     return {
         "REQUEST_ID": request,
         "REQUEST": request,
-        "REPLICA": prefill[-1],
-        "MODEL": str(ROOT / "engine/demo/checkpoint"),
+        "REPLICA": prefill[-1]["id"],
+        "PID": str(prefill[-1]["pid"]),
         "DIR": LOG_FOLDER,
     }
 
@@ -277,70 +291,85 @@ class Runner:
         self._only = only
         self._again = again
         self._record = Record()
+        self._lines = {line.command: line for group in GROUPS for line in lines(group)}
+        self._typed: set[str] = set()  #: commands that this run has typed
+        self.count = 0
         self.failed: list[str] = []
 
-    def chosen(self, group: str) -> list[Line]:
-        """Return a group's commands that are to be typed."""
-        return [
+    def run(self, group: str) -> None:
+        """Type a group's commands, in their order."""
+        chosen = [
             line
             for line in lines(group)
             if self._only in line.command
-            and (self._again or not self._record.has_passed_today(line.command))
+            and (self._again or not self._record.has_passed_today(line))
         ]
+        if group != "cluster":
+            for line in chosen:
+                self._try(line)
+        elif chosen:
+            self._run_beside_a_cluster(chosen)
 
-    def _tell(self, line: Line, passed: bool, began: float) -> None:
+    def _run_beside_a_cluster(self, chosen: list[Line]) -> None:
+        log = BUILD / "cluster.log"
+        try:
+            with server([f"{TREE}/.venv/bin/diptych", *CLUSTER], log):
+                for line in chosen:
+                    self._try(line, exports(log))
+        except RuntimeError as error:
+            print(error)
+            self.failed.append("diptych serve")
+
+    def _try(self, line: Line, before: str = VLLM) -> None:
+        for needed in line.needs:
+            if needed not in self._typed:
+                self._try(self._lines[needed], before)
+        began = time.monotonic()
+        self._typed.add(line.command)
+        self.count += 1
+        try:
+            passed = self._run(line, before)
+        except (RuntimeError, httpx.HTTPError, KeyError) as error:
+            print(f"       {type(error).__name__}: {error}")
+            passed = False
         seconds = time.monotonic() - began
-        self._record.write(line.command, passed, seconds)
+        self._record.write(line, passed, seconds)
         print(f"{'passed' if passed else 'FAILED'} {seconds:6.1f} s  {line.command}", flush=True)
         if not passed:
             self.failed.append(line.command)
             print(f"       {log_of(line.command)}", flush=True)
 
-    def run_alone(self) -> None:
-        """Type the commands that need nothing beside them."""
-        model = str(ROOT / "engine/demo/checkpoint")
-        for line in self.chosen("alone"):
-            began = time.monotonic()
-            typed = fill(line.typed, {"MODEL": model, "ROOT": str(ROOT)})
-            self._tell(line, type_command(line, typed), began)
+    def _run(self, line: Line, before: str) -> bool:
+        names = {"MODEL": str(ROOT / "engine/demo/checkpoint"), "ROOT": str(ROOT)}
+        if line.group == "serve":
+            with server(fill(line.typed, names), log_of(line.command)):
+                return True
+        if line.group == "cluster":
+            names |= names_of_cluster()
+        return type_command(line, fill(line.typed, names), before)
 
-    def run_servers(self) -> None:
-        """Start and end the servers, one after the other."""
-        for line in self.chosen("serve"):
-            began = time.monotonic()
-            self._tell(line, serve(line), began)
 
-    def run_beside_a_cluster(self) -> None:
-        """Type the commands that a cluster answers."""
-        chosen = self.chosen("cluster")
-        if not chosen:
-            return
-        log = BUILD / "cluster.log"
-        with server([f"{TREE}/.venv/bin/diptych", *CLUSTER], log):
-            before = exports(log)
-            for line in chosen:
-                began = time.monotonic()
-                typed = fill(line.typed, names_of_cluster())
-                self._tell(line, type_command(line, typed, before), began)
+def leave(number: int, frame: object) -> None:
+    """End as after ^C, so that what runs is ended too."""
+    raise KeyboardInterrupt
 
 
 def main() -> None:
     """Read the arguments, run, and end with 1 if a command failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--group", choices=["alone", "serve", "cluster"], help="this one only")
+    parser.add_argument("--group", choices=GROUPS, help="this one only")
     parser.add_argument("--only", default="", help="commands that have this text")
     parser.add_argument("--again", action="store_true", help="those that have passed, too")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, leave)
     make_tree()
     runner = Runner(asked.only, asked.again)
-    groups = {
-        "alone": runner.run_alone,
-        "serve": runner.run_servers,
-        "cluster": runner.run_beside_a_cluster,
-    }
-    for group, run in groups.items():
+    for group in GROUPS:
         if asked.group in (None, group):
-            run()
+            runner.run(group)
+    if not runner.count:
+        print("no command was typed: none has this text, or all have passed today (--again)")
+        sys.exit(2)
     sys.exit(1 if runner.failed else 0)
 
 

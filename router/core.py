@@ -438,9 +438,26 @@ class Router:
             )
             self._untidied_arrivals.append(arrival)
         decided = self.policy.arrive(request, now)
-        if decided is None:
-            return self._place_queued(now)
-        return [self._answer(decided, now), *self._place_queued(now)]
+        actions: list[RouterAction] = [] if decided is None else [self._answer(decided, now)]
+        actions += self._place_queued(now)
+        self._note_admission(request)
+        return actions
+
+    def _note_admission(self, request: QueuedRequest) -> None:
+        """Count a newcomer that is to be in time, now that the policy has judged it.
+
+        It waits among the urgent ones, or a worker has it. Not counted are attempts after a request's
+        first, a gateway's own questions, what waits for a worker to come up, and all requests under a
+        policy that does not judge who can be in time.
+        """
+        key = request.attempt_key
+        if key[1] > 0 or request.place.is_rehearsal or request.overdue:
+            return
+        is_kept = key in self.placed_attempts or key in self.queue
+        if not is_kept or not self.policy.judges_lateness or self.placer.missing_roles(request):
+            return
+        request.admitted_as_urgent = True
+        self.counts.urgent_admitted += 1
 
     def _answer(self, decided: Placement | Rejection, now: float) -> DeliverFrame:
         if isinstance(decided, Placement):
@@ -608,6 +625,10 @@ class Router:
         ttft_s = now - attempt.request.arrived_at
         if not attempt.request.place.is_rehearsal:
             self.counts.count_first_token(attempt.placed.predicted_ttft_ms / 1e3, ttft_s)
+        request = attempt.request
+        is_in_time = ttft_s <= request.ttft_target_s
+        if request.admitted_as_urgent and not request.overdue and is_in_time:
+            self.counts.urgent_in_time += 1
         finished = self.fleet.finish_prompt(attempt.computing_worker, key, now)
         # A worker that is held to be slow gets no prompts, so none would show that it is not. So at
         # each first token the next worker in turn, if it is idle, comes a part of the way back to
@@ -664,8 +685,9 @@ class Router:
     def statistics(self, now: float | None = None) -> dict[str, Any]:
         """Return what people and metrics see of the router, in plain types.
 
-        "late" are the overdue requests of those that wait ("waiting"), "bound" the attempts that
-        workers have, and "outlook" is what the planner of worker counts reads. "isolated_prefill"
+        "late" are the overdue requests of those that wait ("waiting"). "urgent" says what became of the
+        requests that were to be in time when they came (`_urgent_statistics`). "bound" are the attempts
+        that workers have, and "outlook" is what the planner of worker counts reads. "isolated_prefill"
         says how long prompts take on an idle worker: targets may be multiples of that.
         The window of the goodput ends at `now`; None: at the last event.
         """
@@ -679,6 +701,7 @@ class Router:
             "policy": self.config.policy,
             "waiting": len(self.queue),
             "late": len(self.queue.overdue),
+            "urgent": self._urgent_statistics(),
             "bound": len(self.placed_attempts),
             "placed": self.placed,
             "refused": self.refused,
@@ -689,6 +712,19 @@ class Router:
             "decisions": self._recorder.decisions.count,
             "goodput": self.goodput.statistics(),
             "outlook": outlook(self.demand, self.fleet, now),
+        }
+
+    def _urgent_statistics(self) -> dict[str, int]:
+        """Return how many first attempts were to be in time when they came, and what became of them.
+
+        "moved" are those that were moved behind the others while they waited, "in_time" those of the
+        rest that sent their first token within its target. What is left over is late, waits still,
+        was refused, or its client left or its worker was lost before the first token.
+        """
+        return {
+            "admitted": self.counts.urgent_admitted,
+            "moved": self.queue.moved_behind,
+            "in_time": self.counts.urgent_in_time,
         }
 
     def __repr__(self) -> str:

@@ -25,6 +25,10 @@ class PlacementCounts:
     #: placements, by way (disagg or local) and by how the pair was found
     placed: Counter[tuple[str, str]] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)  #: by reason
+    #: first attempts of requests that were to be in time when they came
+    urgent_admitted: int = 0
+    #: of these attempts, stayed among the urgent ones and sent their first token within its target
+    urgent_in_time: int = 0
     #: how long requests were queued until they were placed
     queue_wait: Histogram = field(default_factory=lambda: Histogram(WAIT_S))
     #: how far the first token's prediction was off, by side

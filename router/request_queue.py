@@ -71,6 +71,8 @@ class QueuedRequest:
     start_by_s: float = 0.0  #: moment at which its prefill must begin, put off by its tenant's debt
     #: It can no longer be in time, by itself or behind the urgent ones. It stays overdue then.
     overdue: bool = False
+    #: It was to be in time when it came: it entered the urgent ones, or a worker took it at once.
+    admitted_as_urgent: bool = False
     preferred_worker: WorkerState | None = None  #: whose cache is worth a wait
     preferred_prefill_s: float = 0.0  #: its prefill on the preferred worker
     choose_again_at: float = 0.0  #: when it may choose a worker again; 0: it never did
@@ -162,6 +164,8 @@ class RequestQueue:
         self.overdue: OrderedDict[AttemptKey, QueuedRequest] = OrderedDict()
         self.prefill_s = 0.0  #: fastest prefills of all urgent requests
         self.overdue_prefill_s = 0.0  #: fastest prefills of all overdue requests
+        #: requests that were admitted as urgent and became overdue while they waited
+        self.moved_behind = 0
         self.preferring_s = 0.0  #: prefills of those that prefer a worker, on that worker
         #: slot -> urgent requests that prefer this worker, in the same order as `urgent`
         self.preferring: dict[int, RankedRequests] = {}
@@ -293,6 +297,8 @@ class RequestQueue:
         """Put a request that cannot be served in time behind the urgent ones."""
         self._remove_urgent(request)
         request.overdue = True
+        if request.admitted_as_urgent:
+            self.moved_behind += 1
         self.overdue[request.attempt_key] = request
         self.overdue_prefill_s += request.fastest_prefill_s
 

@@ -104,6 +104,9 @@ class RouterTally:
         waiting_times = self._router.counts.queue_wait.values()
         yield MetricRow("queue_depth", len(self._router.queue))
         yield MetricRow("queue_late", len(self._router.queue.overdue))
+        yield MetricRow("urgent_admitted_total", self._router.counts.urgent_admitted)
+        yield MetricRow("urgent_moved_total", self._router.queue.moved_behind)
+        yield MetricRow("urgent_in_time_total", self._router.counts.urgent_in_time)
         yield MetricRow("queue_wait_seconds", waiting_times)
         yield MetricRow("vllm:request_queue_time_seconds", waiting_times)
 

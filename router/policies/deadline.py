@@ -91,6 +91,8 @@ class DeadlinePolicy:
     decode worker may compute a prompt itself where that is better.
     """
 
+    judges_lateness = True
+
     def __init__(self, placer: Placer) -> None:
         self.placer = placer
         self.config = placer.config

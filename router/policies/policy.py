@@ -47,6 +47,10 @@ class Policy(Protocol):
     """
 
     @property
+    def judges_lateness(self) -> bool:
+        """Whether requests that cannot be in time are told from the others, and made overdue."""
+
+    @property
     def patience_s(self) -> float:
         """Seconds after which a queued request is given up, though workers are up.
 
@@ -95,6 +99,7 @@ class EarlyPolicy:
     #: True: refuses a request for a prefill worker if its first token is predicted to be late and
     #: its class prefers an early refusal (`SloClass.early_reject`).
     rejects_late = False
+    judges_lateness = False
 
     def __init__(self, placer: Placer) -> None:
         self.placer = placer

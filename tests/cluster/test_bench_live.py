@@ -618,6 +618,21 @@ def test_overloads_of_another_capacity_are_refused(tmp_path: Path) -> None:
         run_with_files(options, tmp_path, FACTS)
 
 
+def test_an_overload_tells_how_many_that_were_to_be_in_time_were(tmp_path: Path) -> None:
+    options = make_options(
+        tmp_path, layouts=(parse_diptych_layout("1M"),), table=LiveTable.OVERLOAD
+    )
+    for path in write_cells(options, tmp_path):
+        cell = json.loads(path.read_text())
+        cell["server"]["statistics"] = {"urgent": {"admitted": 10, "moved": 2, "in_time": 6}}
+        path.write_text(json.dumps(cell))
+    document = run_with_files(options, tmp_path, FACTS)
+    names = ("urgent", "urgent_kept", "urgent_in_time")
+    figures = {tuple(row[name] for name in names) for row in document["overload"]}
+    assert figures == {(10, 0.8, 0.75)}
+    assert "| 10 | 80.0% | 75.0% |" in (tmp_path / "overload.md").read_text()
+
+
 def test_two_models_of_one_name_and_the_tokens_of_chats_are_told_apart(tmp_path: Path) -> None:
     models: list[str] = []
     for number in range(2):

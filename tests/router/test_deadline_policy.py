@@ -234,6 +234,90 @@ def test_the_longest_prompt_is_late_if_not_all_can_be_in_time() -> None:
     assert served == ["r1", "r2", "long"]
 
 
+def urgent_of(rig: Rig) -> tuple[int, int]:
+    """How many were to be in time when they came, and how many of these were."""
+    counted = rig.router.statistics()["urgent"]
+    return counted["admitted"], counted["in_time"]
+
+
+def moved_of(rig: Rig) -> int:
+    """How many that were to be in time were moved behind the others since."""
+    return rig.router.statistics()["urgent"]["moved"]
+
+
+def test_who_was_to_be_in_time_is_counted_and_who_of_these_was() -> None:
+    rig = with_a_long_prompt_waiting()
+    for name in ("r1", "r2"):
+        rig.ask(name, ttft_s=4.5, tenant="t")
+    rig.ask("hopeless", ttft_s=0.1, tenant="t")
+    assert urgent_of(rig) == (4, 0), "the long one was to be in time when it came"
+    assert moved_of(rig) == 1
+    for name, seconds in {"r0": 1.0, "r1": 1.0, "r2": 1.0, "long": 3.0}.items():
+        rig.first(name, after=seconds)
+    assert urgent_of(rig) == (4, 3)
+    rig.first("hopeless", after=1.0)
+    assert urgent_of(rig) == (4, 3)
+
+
+def test_who_was_to_be_late_and_was_in_time_is_not_counted() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("r0", ttft_s=1.1)
+    for name in ("r1", "r2"):
+        rig.ask(name, ttft_s=1.5)
+    assert late_of(rig) and urgent_of(rig)[0] + len(late_of(rig)) == 3
+    admitted = urgent_of(rig)[0]
+    for name in ("r0", "r1", "r2"):
+        rig.first(name, after=0.1)
+    assert urgent_of(rig) == (admitted, admitted) and moved_of(rig) == 0
+
+
+def test_who_was_moved_behind_is_not_in_time_even_if_it_was() -> None:
+    rig = with_a_long_prompt_waiting()
+    for name in ("r1", "r2"):
+        rig.ask(name, ttft_s=4.5, tenant="t")
+    for name in ("r0", "r1", "r2", "long"):
+        rig.first(name, after=0.1)
+    assert urgent_of(rig) == (4, 3) and moved_of(rig) == 1
+
+
+def test_who_is_refused_at_its_arrival_was_not_to_be_in_time() -> None:
+    rig = with_a_long_prompt_waiting(classes={"default": SloClass(early_reject=True)})
+    rig.ask("r1", ttft_s=4.5, tenant="t")
+    assert list(rig.refused) == ["long"] and urgent_of(rig) == (3, 0)
+    rig.ask("hopeless", ttft_s=0.1, tenant="t")
+    assert list(rig.refused) == ["long", "hopeless"] and urgent_of(rig) == (3, 0)
+
+
+@pytest.mark.parametrize("early_reject", [False, True])
+def test_who_cannot_be_in_time_on_idle_workers_was_not_to_be(early_reject: bool) -> None:
+    classes = {"default": SloClass(early_reject=early_reject)}
+    rig = Rig("prefill/a", "decode/x", classes=classes)
+    rig.ask("hopeless", ttft_s=0.1)
+    rig.ask("its time is over", ttft_s=1.0, waited_s=5.0)
+    assert urgent_of(rig) == (0, 0)
+
+
+def test_what_waits_for_a_worker_to_come_up_is_not_judged() -> None:
+    rig = Rig("prefill/a")
+    rig.ask("r0")
+    assert ("r0", 0) in rig.router.queue and urgent_of(rig) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "mooncake"])
+def test_a_policy_without_an_urgent_line_counts_nobody(policy: str) -> None:
+    rig = Rig("prefill/a", "decode/x", policy=policy)
+    rig.ask("r0")
+    assert rig.frames and urgent_of(rig) == (0, 0)
+
+
+def test_rehearsals_and_further_attempts_are_not_among_those_to_be_in_time() -> None:
+    rig = Rig("prefill/a", "decode/x")
+    rig.ask("rehearsal", is_rehearsal=True)
+    again = PlaceAttempt(("r0", 1), 1000, 64, hashes=[])
+    rig.send(e.PlacementRequested("g", again))
+    assert urgent_of(rig) == (0, 0)
+
+
 def test_a_newcomer_that_is_lost_makes_nobody_late() -> None:
     rig = with_a_long_prompt_waiting()
     rig.ask("retry", ttft_s=2.0, waited_s=2.5, tenant="t")  # its deadline has passed

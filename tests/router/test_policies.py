@@ -309,6 +309,8 @@ class FewestBlocks(EarlyPolicy):
 class OneAtATime:
     """A late policy: the oldest request goes to the first prefill worker that has nothing to do."""
 
+    judges_lateness = False
+
     def __init__(self, placer: Placer) -> None:
         self.placer = placer
 

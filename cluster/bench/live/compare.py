@@ -419,6 +419,11 @@ def _overload_rows(runs: Sequence[LayoutRuns], slo: LiveSlo) -> list[dict[str, A
     """Return how each layout holds up under load: its tokens/s against its own at `1x`.
 
     `ttft_met` is a share of the complete answers, so requests that were refused do not count in it.
+    `urgent` are the requests that our router took for ones that can be in time when they came,
+    `urgent_kept` the share of them that it did not move behind others later, and `urgent_in_time`
+    the share of those that were in time, as the router counts them, warm-up included. They are None
+    without such a count: for vLLM, for a policy without an urgent line, and if a server was
+    not to be asked.
     """
     at_capacity = {run.layout: _tokens_per_s(run) for run in runs if run.label == "1x"}
     rows: list[dict[str, Any]] = []
@@ -435,10 +440,26 @@ def _overload_rows(runs: Sequence[LayoutRuns], slo: LiveSlo) -> list[dict[str, A
                 "ttft_met": round(in_time / len(done), 4) if done else None,
                 "tokens_per_s": round(_tokens_per_s(run), 1),
                 "tokens_of_1x": round(_tokens_per_s(run) / capacity, 3) if capacity else None,
+                **_urgent_figures(run),
                 "server": [result.server.get("statistics") for result in run.results],
             }
         )
     return rows
+
+
+def _urgent_figures(run: LayoutRuns) -> dict[str, Any]:
+    statistics = [result.server.get("statistics") or {} for result in run.results]
+    counts = [one.get("urgent") or {"admitted": 0} for one in statistics]
+    if not all(count["admitted"] for count in counts):
+        return {"urgent": None, "urgent_kept": None, "urgent_in_time": None}
+    admitted = sum(count["admitted"] for count in counts)
+    kept = admitted - sum(count["moved"] for count in counts)
+    in_time = sum(count["in_time"] for count in counts)
+    return {
+        "urgent": admitted,
+        "urgent_kept": round(kept / admitted, 4),
+        "urgent_in_time": round(in_time / kept, 4) if kept else None,
+    }
 
 
 def _tokens_per_s(run: LayoutRuns) -> float:

@@ -129,20 +129,30 @@ def _simulated_lines(document: Mapping[str, Any]) -> list[str]:
 def _overload_lines(document: Mapping[str, Any]) -> list[str]:
     if "overload" not in document:
         return []
-    columns = ["layout", "load", "offered", "answered", "TTFT met", "tokens/s", "of 1x"]
+    columns = [
+        *("layout", "load", "offered", "answered", "TTFT met"),
+        *("admitted as urgent", "kept so", "of these in time", "tokens/s", "of 1x"),
+    ]
     rows = [
         [
             row["layout"],
             row["load"],
             str(row["offered"]),
             str(row["answered"]),
-            "-" if row["ttft_met"] is None else f"{row['ttft_met']:.1%}",
+            _percent(row["ttft_met"]),
+            "-" if row["urgent"] is None else str(row["urgent"]),
+            _percent(row["urgent_kept"]),
+            _percent(row["urgent_in_time"]),
             _number(row["tokens_per_s"], 0),
             _number(row["tokens_of_1x"], 2),
         ]
         for row in document["overload"]
     ]
     return ["", "## Overload", "", *_table(columns, rows)]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _chat_lines(document: Mapping[str, Any]) -> list[str]:

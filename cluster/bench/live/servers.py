@@ -68,7 +68,8 @@ def diptych_server(
 def _cluster_statistics(admin_url: str) -> dict[str, Any]:
     """Return what the cluster counted; empty without an answer.
 
-    These are the requests, the goodput, and as `recent` percentiles of the last requests' latencies
+    These are the requests, the goodput, how many requests were to be in time when they came and
+    were (`urgent`), and as `recent` percentiles of the last requests' latencies
     (`recent_percentiles` of cluster/router_service.py).
     """
     try:
@@ -83,6 +84,7 @@ def _cluster_statistics(admin_url: str) -> dict[str, Any]:
     return {
         "requests": status.get("requests"),
         "goodput": router.get("goodput"),
+        "urgent": router.get("urgent"),
         "recent": router.get("recent"),
     }
 

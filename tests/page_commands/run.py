@@ -41,7 +41,7 @@ LAST_RUN = FOLDER / "last_run.json"
 BUILD = ROOT / "build" / "page_commands"
 TREE = BUILD / "tree"
 LOG_FOLDER = "LOG"  #: of the router beside which commands run, from the tree's folder
-LIMIT_MINUTES = 5.0
+LIMIT_MINUTES = 10.0
 READY_S, STOP_S = 150.0, 60.0
 READY = "curl http"  #: in the welcome of a server that is ready
 CONTROL = "http://127.0.0.1:8001"
@@ -114,8 +114,12 @@ class Record:
         return is_the_same and last["passed"] and last["day"] == self._day
 
     def write(self, line: Line, passed: bool, seconds: float) -> None:
-        """Write down what came of a command now, beside what other runs wrote meanwhile."""
-        commands = self._commands()
+        """Write down what came of a command now, beside what other runs wrote meanwhile.
+
+        What is no longer in the table is forgotten.
+        """
+        listed = {line.command for group in GROUPS for line in lines(group)}
+        commands = {key: last for key, last in self._commands().items() if key in listed}
         commands[line.command] = {
             "expected": expectation(line),
             "passed": passed,

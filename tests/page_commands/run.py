@@ -368,9 +368,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, leave)
     make_tree()
     runner = Runner(asked.only, asked.again)
-    for group in GROUPS:
-        if asked.group in (None, group):
-            runner.run(group)
+    try:
+        for group in GROUPS:
+            if asked.group in (None, group):
+                runner.run(group)
+    except KeyboardInterrupt:
+        print("ended before all were typed: the same command goes on")
+        sys.exit(130)
     if not runner.count:
         print("no command was typed: none has this text, or all have passed today (--again)")
         sys.exit(2)

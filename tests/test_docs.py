@@ -15,13 +15,12 @@ from diptych.cluster.cli import app
 
 from .live.test_sockets import CHANNELS
 from .measures import Function, only_forwards, product_files
+from .page_commands.find import page_paths
 
 ROOT = Path(__file__).parent.parent
 ARCHITECTURE = ROOT / "docs/architecture.md"
 WALKS = ROOT / "docs/walks.md"
 RENAMED = ROOT / "docs/renamed.md"
-#: pages that speak of other times than now
-HISTORIES = {ROOT / "CHANGELOG.md", RENAMED}
 WRITTEN_BY_A_RUN = {ROOT / "docs/compatibility.md"}
 SOURCES = (".py", ".cpp", ".c", ".h", ".proto", ".yaml", ".sh", ".js", ".toml", ".tpl")
 PRODUCT = ("cluster", "engine", "kv_transfer", "simulator", "router", "loadtests", "protos")
@@ -64,8 +63,7 @@ def tracked_files() -> list[str]:
 
 def all_pages() -> list[Path]:
     """Return all pages that speak of the tree as it is."""
-    pages = [ROOT / path for path in tracked_files() if path.endswith(".md")]
-    return [page for page in pages if page not in HISTORIES]
+    return [ROOT / path for path in page_paths()]
 
 
 @cache

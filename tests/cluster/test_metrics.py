@@ -601,3 +601,14 @@ def test_a_row_may_not_bring_a_label_that_the_process_does_not_have() -> None:
     row = MetricRow("inflight_requests", 1, base_labels={"pool": "decode"})
     with pytest.raises(AssertionError):
         Exporter(BOTH, BASE, lambda: [row]).render()
+
+
+def test_the_router_tells_what_became_of_those_that_were_to_be_in_time() -> None:
+    router = Router(RouterConfig(), 1)
+    router.counts.urgent_admitted = 5
+    router.counts.urgent_in_time = 2
+    router.queue.moved_behind = 1
+    told = {row.name: row.value for row in RouterTally(router).rows()}
+    names = ("urgent_admitted_total", "urgent_moved_total", "urgent_in_time_total")
+    assert [told[name] for name in names] == [5, 1, 2]
+    assert router.statistics()["urgent"] == {"admitted": 5, "moved": 1, "in_time": 2}

@@ -4,8 +4,8 @@
 
 The commands and how they run are in `commands.yaml`; of its groups `suite`, `not_run` and `mention` nothing is typed. What
 came of each goes to `last_run.json`, after each command. A command that has passed today as it is in the table is not
-typed again without `--again`. What a command needs of others is typed before it. The output of each is below `build/page_commands`. Exit 1 if one
-failed, 2 if none was chosen.
+typed again without `--again`. What a command needs of others is typed before it. The output of each is below
+`build/page_commands`. Exit 1 if one failed, 2 if none was chosen.
 
 Commands run in a folder that has the tree's files and folders as links, so that new files stay out of the tree's root.
 `make` and what names ROOT run in the tree itself. These ports must be free: 8000, 8001, 8080, 8089, 9000, 9001.
@@ -36,19 +36,17 @@ from .find import ROOT
 
 FOLDER = Path(__file__).parent
 TABLE = FOLDER / "commands.yaml"
-GROUPS = ("alone", "serve", "cluster")  #: whose commands are typed, in this order
+TYPED_GROUPS = ("alone", "serve", "cluster")  #: whose commands are typed, in this order
 LAST_RUN = FOLDER / "last_run.json"
 BUILD = ROOT / "build" / "page_commands"
 TREE = BUILD / "tree"
 LOG_FOLDER = "LOG"  #: of the router beside which commands run, from the tree's folder
+ENTRY_KEYS = {"as", "minutes", "status", "says", "needs"}  #: of a command in the table
 LIMIT_MINUTES = 10.0
 READY_S, STOP_S = 150.0, 60.0
 READY = "curl http"  #: in the welcome of a server that is ready
 CONTROL = "http://127.0.0.1:8001"
-CLUSTER = [
-    *("serve", "--prefill", "2", "--decode", "2"),
-    *("--set", f"router.log_folder={LOG_FOLDER}"),
-]
+CLUSTER = f"diptych serve --prefill 2 --decode 2 --set router.log_folder={LOG_FOLDER}"
 #: what the page of hosted vLLM lets one type first
 VLLM = "export VLLM=~/.cache/diptych/engines/vllm/bin/python"
 #: variables of make and of this process, which a reader's terminal does not have
@@ -73,8 +71,13 @@ class Line:
 
 
 def lines(group: str) -> list[Line]:
-    """Return a group's commands in their order."""
+    """Return a group's commands in their order. Raises ValueError for a key that means nothing."""
     entries: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text())[group]
+    for command, entry in entries.items():
+        if unknown := set(entry) - ENTRY_KEYS:
+            raise ValueError(
+                f"{command}: unknown {sorted(unknown)}, known are {sorted(ENTRY_KEYS)}"
+            )
     return [
         Line(
             group,
@@ -118,7 +121,7 @@ class Record:
 
         What is no longer in the table is forgotten.
         """
-        listed = {line.command for group in GROUPS for line in lines(group)}
+        listed = {line.command for group in TYPED_GROUPS for line in lines(group)}
         commands = {key: last for key, last in self._commands().items() if key in listed}
         commands[line.command] = {
             "expected": expectation(line),
@@ -128,7 +131,9 @@ class Record:
             "commit": self._commit,
         }
         text = json.dumps(dict(sorted(commands.items())), indent=1)
-        LAST_RUN.write_text(text + "\n")
+        new = LAST_RUN.with_suffix(".new")  # a full disk leaves the old record whole
+        new.write_text(text + "\n")
+        new.replace(LAST_RUN)
 
     @staticmethod
     def _commands() -> dict[str, dict[str, Any]]:
@@ -235,7 +240,7 @@ def type_command(line: Line, typed: str, before: str = VLLM) -> bool:
 
 
 @contextmanager
-def server(words: list[str] | str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def server(typed: str, log: Path) -> Iterator[None]:
     """Start a server, wait until it is ready, and end it afterwards.
 
     Raises:
@@ -243,8 +248,8 @@ def server(words: list[str] | str, log: Path) -> Iterator[subprocess.Popen[bytes
     """
     with log.open("wb") as output:
         process = subprocess.Popen(
-            words if isinstance(words, list) else ["bash", "-c", f"exec {words}"],
-            cwd=place_of(words if isinstance(words, str) else ""),
+            ["bash", "-c", f"exec {typed}"],
+            cwd=place_of(typed),
             env=environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -256,7 +261,7 @@ def server(words: list[str] | str, log: Path) -> Iterator[subprocess.Popen[bytes
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"it is not ready: {log}")
             time.sleep(0.2)
-        yield process
+        yield
     finally:
         status = end(process)
     if status:
@@ -295,10 +300,14 @@ class Runner:
         self._only = only
         self._again = again
         self._record = Record()
-        self._lines = {line.command: line for group in GROUPS for line in lines(group)}
-        self._typed: set[str] = set()  #: commands that this run has typed
-        self.count = 0
+        self._lines = {line.command: line for group in TYPED_GROUPS for line in lines(group)}
+        self._typed: set[str] = set()  #: commands of this run, each of which is typed once
         self.failed: list[str] = []
+
+    @property
+    def count(self) -> int:
+        """The number of commands that were typed."""
+        return len(self._typed)
 
     def run(self, group: str) -> None:
         """Type a group's commands, in their order."""
@@ -317,7 +326,7 @@ class Runner:
     def _run_beside_a_cluster(self, chosen: list[Line]) -> None:
         log = BUILD / "cluster.log"
         try:
-            with server([f"{TREE}/.venv/bin/diptych", *CLUSTER], log):
+            with server(CLUSTER, log):
                 for line in chosen:
                     self._try(line, exports(log))
         except RuntimeError as error:
@@ -325,12 +334,12 @@ class Runner:
             self.failed.append("diptych serve")
 
     def _try(self, line: Line, before: str = VLLM) -> None:
-        for needed in line.needs:
-            if needed not in self._typed:
-                self._try(self._lines[needed], before)
-        began = time.monotonic()
+        if line.command in self._typed:
+            return
         self._typed.add(line.command)
-        self.count += 1
+        for needed in line.needs:
+            self._try(self._lines[needed], before)
+        began = time.monotonic()
         try:
             passed = self._run(line, before)
         except (RuntimeError, httpx.HTTPError, KeyError) as error:
@@ -361,7 +370,7 @@ def leave(number: int, frame: object) -> None:
 def main() -> None:
     """Read the arguments, run, and end with 1 if a command failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
-    parser.add_argument("--group", choices=GROUPS, help="this one only")
+    parser.add_argument("--group", choices=TYPED_GROUPS, help="this one only")
     parser.add_argument("--only", default="", help="commands that have this text")
     parser.add_argument("--again", action="store_true", help="those that have passed, too")
     asked = parser.parse_args()
@@ -369,7 +378,7 @@ def main() -> None:
     make_tree()
     runner = Runner(asked.only, asked.again)
     try:
-        for group in GROUPS:
+        for group in TYPED_GROUPS:
             if asked.group in (None, group):
                 runner.run(group)
     except KeyboardInterrupt:

@@ -422,8 +422,8 @@ def _overload_rows(runs: Sequence[LayoutRuns], slo: LiveSlo) -> list[dict[str, A
     `urgent` are the requests that our router took for ones that can be in time when they came,
     `urgent_kept` the share of them that it did not move behind others later, and `urgent_in_time`
     the share of those that were in time, as the router counts them, warm-up included. They are None
-    without such a count: for vLLM, for a policy without an urgent line, and if a server was
-    not to be asked.
+    without such a count: for vLLM, for a policy without an urgent line, and if a server did not
+    answer when it was asked.
     """
     at_capacity = {run.layout: _tokens_per_s(run) for run in runs if run.label == "1x"}
     rows: list[dict[str, Any]] = []

@@ -118,6 +118,9 @@ class ModelSettings(ConfigSection):
     name: str | None = None
     #: Further names: the API lists them, takes them, and answers under `name`.
     served_names: tuple[ModelName, ...] = ()
+    #: LoRA adapters by name, each a folder as PEFT saves it or a Hugging Face id. A request names
+    #: an adapter in place of the model. With `engine.kind: vllm` only.
+    adapters: dict[ModelName, str] = {}
     #: A file with the chat template (Jinja), on each gateway's machine; None: the checkpoint's.
     chat_template: str | None = None
     #: How the model writes tool calls, and how it marks its reasoning: `auto` (what the chat
@@ -131,6 +134,11 @@ class ModelSettings(ConfigSection):
     max_model_len: Count | None = EngineOptions.max_model_len
     #: Tokens of a KV block; flash-attn 2 supports 256 only.
     block_tokens: BlockTokens = BLOCK_TOKENS
+
+    @property
+    def further_names(self) -> tuple[str, ...]:
+        """The names beside `name` that a request may have: the model's own, and its adapters'."""
+        return (*self.served_names, *self.adapters)
 
 
 # A section is frozen by its `model_config`, which mypy does not read.
@@ -685,7 +693,7 @@ class ClusterConfig(ConfigSection):
         repeated_name = find_repeated(
             model_name
             for name, entry in self.models.items()
-            for model_name in (name, *entry.model.served_names)
+            for model_name in (name, *entry.model.further_names)
         )
         if repeated_name is not None:
             raise ValueError(f"models: the name {repeated_name!r} is given twice")
@@ -702,8 +710,14 @@ class ClusterConfig(ConfigSection):
             self._check_gpu()
         if self.engine.kind == "vllm":
             self._check_vllm(ranks)
-        elif self.engine.vllm:
+            return
+        if self.engine.vllm:
             raise ValueError("engine.vllm is set, and engine.kind is diptych: set it to vllm")
+        if self.model.adapters:
+            raise ValueError(
+                "model.adapters is set, and Diptych's own engine computes no adapters: set "
+                "engine.kind to vllm, or merge the adapter into its model's weights"
+            )
 
     @property
     def lacks_engine_python(self) -> bool:

@@ -93,11 +93,12 @@ class StagePrefix:
     #: True: no blocks are reserved; those that hold the prefix already are pinned, so that they can
     #: be sent to a peer.
     pin_only: bool = False
-    #: The prefix's tokens, and the partition of the cache whose requests may share its blocks; empty
-    #: where nothing is going to be cached. An engine that names contents by hashes of its own
-    #: computes them from these two.
+    #: The prefix's tokens, the partition of the cache whose requests may share its blocks, and the
+    #: adapter that computed it; empty where nothing is going to be cached. An engine that names
+    #: contents by hashes of its own computes them from these three.
     token_ids: tuple[int, ...] = ()
     cache_partition: bytes = b""
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

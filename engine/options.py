@@ -125,6 +125,8 @@ class EngineOptions(ComputeSettings):
     rank_program: str = "diptych.engine.rank_follower"  #: The module that ranks above 0 run.
     #: With vLLM as the engine (`engine/vllm/`): further arguments of its `EngineArgs`, by name.
     vllm_arguments: dict[str, Any] = field(default_factory=dict)
+    #: With vLLM as the engine: the folders of LoRA adapters, by the names that requests have.
+    adapters: dict[str, Path] = field(default_factory=dict)
 
     @property
     def pool_dtype(self) -> str:

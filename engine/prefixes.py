@@ -76,9 +76,10 @@ class PrefixFetch:
     sequence: Sequence | None  #: That waits for the prefix; None: it waits no more.
     hashes: list[bytes]  #: Content hashes of all of the prefix's blocks, from its beginning.
     peer: str | None  #: The worker that is said to hold the prefix; None: only tiers are.
-    #: The tokens and the partition of each `StagePrefix` of this fetch.
+    #: The tokens, the partition and the adapter of each `StagePrefix` of this fetch.
     token_ids: tuple[int, ...]
     cache_partition: bytes
+    adapter: str
     tiers_asked: bool = False  #: `LoadBlocks` was returned; it is not asked for again.
 
 
@@ -155,7 +156,14 @@ class PrefixExchange:
             return [AddSequence(sequence)]
         key = _marked(sequence.attempt_key, FETCH_MARK)
         token_ids = tuple(sequence.token_ids[: len(hashes) * self.block_tokens])
-        fetch = PrefixFetch(sequence, hashes, peer, token_ids, sequence.cache_partition)
+        fetch = PrefixFetch(
+            sequence,
+            hashes,
+            peer,
+            token_ids,
+            sequence.cache_partition,
+            sequence.sampling.adapter,
+        )
         self.fetches[key] = fetch
         return [_stage_fetch(key, fetch)]
 
@@ -387,6 +395,7 @@ def _stage_fetch(key: AttemptKey, fetch: PrefixFetch) -> StagePrefix:
         peer_blocks=len(fetch.hashes) if fetch.peer else 0,
         token_ids=fetch.token_ids,
         cache_partition=fetch.cache_partition,
+        adapter=fetch.adapter,
     )
 
 

@@ -447,15 +447,15 @@ def _windows(config: dict[str, Any], rule: WindowRule) -> tuple[int | None, ...]
     return tuple(window if kind == SLIDING_ATTENTION else None for kind in kinds)
 
 
-def fingerprint(folder: Path) -> bytes:
+def fingerprint(folder: Path, config_file: str = "config.json") -> bytes:
     """Returns 16 bytes that tell two models apart.
 
-    They are a hash of config.json, and of each weight file's name, size, first and last 64 KiB (its
-    header, and some of its weights). Cheap: it guards against mixing models up, not against an
-    adversary.
+    They are a hash of the file with their settings, and of each weight file's name, size, first and
+    last 64 KiB (its header, and some of its weights). Cheap: it guards against mixing models up,
+    not against an adversary.
     """
     digest = xxhash.xxh3_128()
-    digest.update((folder / "config.json").read_bytes())
+    digest.update((folder / config_file).read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             size = path.stat().st_size

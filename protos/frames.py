@@ -79,6 +79,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     #: with `logprobs`: those of these ids and of the chosen one, in place of the likeliest
     logprob_ids: tuple[int, ...] = ()
     thinking: ThinkingBudget | None = None  #: None: thinking is not bounded
+    #: the LoRA adapter whose weights are added to the model's (`model.adapters`); "": none
+    adapter: str = ""
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -96,6 +96,15 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(help="What computes the model: diptych or vllm.")
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            "--lora-modules",
+            metavar="NAME=FOLDER",
+            help="A LoRA adapter, with --engine vllm; requests name it as the model. Repeatable.",
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option("-c", "--config", help="cluster.yaml")] = None,
     ray_address: Annotated[
         str | None, typer.Option(help="Serve on the Ray cluster there, all nodes of it.")
@@ -115,6 +124,7 @@ def serve(
         "gateway.grpc_port": grpc_port,
         "gateway.api_key_hashes": _key_hashes(api_key or []) or None,
         "engine.kind": engine,
+        "model.adapters": _adapters_of(adapter) if adapter else None,
         "model.max_model_len": max_model_len,
         "model.tool_format": tool_format,
         "model.reasoning_format": reasoning_format,
@@ -181,6 +191,19 @@ def _key_hashes(keys: list[str]) -> list[str]:
     if not all(0 < len(key) <= KEY_CHARS_MAX for key in keys):
         fail(f"--api-key: a key has 1 to {KEY_CHARS_MAX} characters")
     return [sha256_of(key) for key in keys]
+
+
+def _adapters_of(options: list[str]) -> dict[str, str]:
+    """Return folder by name of the options `NAME=FOLDER`. Fails for another form."""
+    adapters: dict[str, str] = {}
+    for option in options:
+        name, _, folder = option.partition("=")
+        if not name or not folder:
+            fail(f"--adapter {option}: expected NAME=FOLDER")
+        if name in adapters:
+            fail(f"--adapter: the name {name} is given twice")
+        adapters[name] = folder
+    return adapters
 
 
 def _run_until_interrupted(

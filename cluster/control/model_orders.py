@@ -201,9 +201,9 @@ class ModelOrders:
         other_names = {
             other_name
             for model in self._operations.models.values()
-            for other_name in (model.name, *model.operations.config.model.served_names)
+            for other_name in (model.name, *model.operations.config.model.further_names)
         }
-        refusal = _repeated_refusal({name, *config.model.served_names}, other_names)
+        refusal = _repeated_refusal({name, *config.model.further_names}, other_names)
         if refusal:
             return refusal
         if config.router.classes != self._config.router.classes:
@@ -255,7 +255,8 @@ def _with_own_log_folder(config: ClusterConfig, slug: str) -> ClusterConfig:
 def _client_names(application: dict[str, Any]) -> set[str]:
     """Return the names by which clients mean the model of a Serve application config."""
     model: dict[str, Any] = application.get("args", {}).get("model") or {}
-    return {name for name in (model.get("name"), *model.get("served_names", [])) if name}
+    names = (model.get("name"), *model.get("served_names", []), *model.get("adapters", {}))
+    return {name for name in names if name}
 
 
 def _repeated_refusal(names: set[str], other_names: set[str]) -> str | None:

@@ -60,7 +60,7 @@ class ModelDirectory:
         """Serves a model from now on. Raises ConfigError or WeightsError."""
         config = application.config(self._config)
         checkpoint = await asyncio.to_thread(find_checkpoint, config)
-        taken = {checkpoint.name, *config.model.served_names} & set(self._service.names)
+        taken = {checkpoint.name, *config.model.further_names} & set(self._service.names)
         if taken:
             raise ConfigError(f"another model has the name {', '.join(sorted(taken))}")
         files = await asyncio.to_thread(read_model_files, config, checkpoint.folder)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from pydantic import ValidationError
 
 from ...engine.checkpoint_facts import read_facts
@@ -167,7 +168,7 @@ class ServedModel:
         self.config = config
         self.name = name  #: The name that answers have.
         #: All names of the model that a request may have.
-        self.names = list(dict.fromkeys([name, *config.model.served_names]))
+        self.names = list(dict.fromkeys([name, *config.model.further_names]))
         self.plane = plane
         self._facilities = facilities
         self._files = files
@@ -242,7 +243,12 @@ class ServedModel:
         if sampling.grammar:
             await self._check_grammar(sampling.grammar)
 
-        partition = self._partitions.name_of(terms.api_key, body.cache_salt, body.prompt_cache_key)
+        adapter = self.adapter_of(body.model)
+        if adapter:
+            sampling = msgspec.structs.replace(sampling, adapter=adapter)
+        partition = self._partitions.name_of(
+            terms.api_key, body.cache_salt, body.prompt_cache_key, adapter
+        )
         salt = partition_salt(self._files.salt, partition)
         request = Request(
             request_id,
@@ -472,15 +478,26 @@ class ServedModel:
             return ["connections"]
         return missing_roles
 
+    def adapter_of(self, name: str) -> str:
+        """Returns the adapter that a request means by this name; empty: the model itself."""
+        return name if name in self.config.model.adapters else ""
+
+    def answering_name(self, name: str) -> str:
+        """Returns the name that answers have to a request for `name`: the adapter's, or the model's."""
+        return self.adapter_of(name) or self.name
+
     def card(self, name: str) -> dict[str, Any]:
-        """Returns what `/v1/models` says of the model under one of its names."""
-        return {
+        """Returns what `/v1/models` says of the model, or of an adapter, under one of its names."""
+        card = {
             "id": name,
             "object": "model",
             "created": int(self._created),
             "owned_by": "diptych",
             "max_model_len": self.limits.max_model_len,
         }
+        if self.adapter_of(name):
+            card["parent"] = self.name
+        return card
 
     def statistics(self, metrics_address: str) -> dict[str, Any]:
         """Returns what this gateway says of itself to the model's router, which passes it on.

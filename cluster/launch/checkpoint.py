@@ -1,8 +1,8 @@
 """Finds the model to serve, and refuses one that cannot be served, before the cluster starts.
 
 `find_checkpoint` resolves the configured model, which is a folder, a Hugging Face id, or the
-bundled one, to a folder with its files. `check_memory` compares what the workers need with what
-this machine has free.
+bundled one, to a folder with its files; `find_adapters` does so with the model's adapters.
+`check_memory` compares what the workers need with what this machine has free.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...engine.adapters import read_adapter
 from ...engine.checkpoint_facts import read_facts
 from ...engine.demo import CHECKPOINT
 from ...engine.errors import EngineError, WeightsError
@@ -38,10 +39,14 @@ class Checkpoint:
     #: The shape of the model, as its config.json has it. None if vLLM runs the model: only our own
     #: engine needs the shape.
     spec: ModelSpec | None
+    #: The folders of the model's adapters, by name.
+    adapters: dict[str, Path] = field(default_factory=dict)
 
 
 def find_checkpoint(config: ClusterConfig) -> Checkpoint:
     """Find the configured model, download it if need be, and check that it can be served.
+
+    Its adapters are found and checked, too.
 
     The model's name is the configured one; else `demo` for the bundled model, the folder's name, or
     the Hugging Face id. Raises ConfigError, whose text is one sentence, if the model cannot be
@@ -69,7 +74,26 @@ def find_checkpoint(config: ClusterConfig) -> Checkpoint:
         raise ConfigError(str(error)) from None
     if not (folder / "tokenizer.json").exists():
         raise ConfigError(f"tokenizer.json is missing in {folder}: export a fast tokenizer")
-    return Checkpoint(folder.resolve(), config.model.name or name, spec)
+    name = config.model.name or name
+    if name in config.model.adapters:
+        raise ConfigError(f"model.adapters: an adapter has the model's own name, {name!r}")
+    return Checkpoint(folder.resolve(), name, spec, find_adapters(config))
+
+
+def find_adapters(config: ClusterConfig) -> dict[str, Path]:
+    """Find the model's adapters, download them if need be; return their folders by name.
+
+    Raises ConfigError for one that cannot be served.
+    """
+    folders: dict[str, Path] = {}
+    for name, path in config.model.adapters.items():
+        try:
+            folder = (_local_folder(path) or _download(path)).resolve()
+            read_adapter(folder)
+        except (ConfigError, EngineError) as error:
+            raise ConfigError(f"model.adapters.{name}: {error}") from None
+        folders[name] = folder
+    return folders
 
 
 def _local_folder(path: str) -> Path | None:

@@ -514,7 +514,13 @@ def serve_applications(
 def serve_model_application(model: PreparedModel) -> dict[str, Any]:
     """Return a model's application as a Serve config file has it."""
     tree = model.config.model_dump(mode="json", exclude={"secret"})
-    tree["model"] |= {"path": str(model.checkpoint.folder), "name": model.checkpoint.name}
+    checkpoint = model.checkpoint
+    adapters = {name: str(folder) for name, folder in checkpoint.adapters.items()}
+    tree["model"] |= {
+        "path": str(checkpoint.folder),
+        "name": checkpoint.name,
+        "adapters": adapters,
+    }
     deployments = []
     for pool, deployment_name in POOL_DEPLOYMENTS.items():
         replicas = model.config.pools.of(pool).replicas

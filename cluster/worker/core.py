@@ -72,6 +72,7 @@ from ...prefill_worker import PrefillRole
 from ...prefill_worker.role import PrefillAction
 from ...protos import frames
 from ..config import STEP_SHARE, ClusterConfig, EngineSettings, PoolConfig
+from ..launch.checkpoint import find_adapters
 from .cores import claim, spare, usable
 from .grammars import GrammarQueue, StartFrame
 from .reporting import TierLoads
@@ -597,6 +598,7 @@ def engine_config(config: ClusterConfig, pool: PoolConfig, model: Path) -> Engin
         # Ranks above 0 have transfers of their own, so they run more than the engine's follower.
         rank_program="diptych.cluster.worker.rank",
         vllm_arguments=config.engine.vllm,
+        adapters=find_adapters(config),
         **_settings_of(ComputeSettings, settings),
     )
 

@@ -37,14 +37,11 @@ OWNED_ARGUMENTS: Final = {
     "spec_method": "vLLM refuses speculation beside Diptych's sampling",
     "spec_model": "vLLM refuses speculation beside Diptych's sampling",
     "spec_tokens": "vLLM refuses speculation beside Diptych's sampling",
-    "enable_lora": (
-        "adapters are not served yet; merge the adapter into its model's weights (merge_and_unload "
-        "of PEFT) and serve the result"
-    ),
-    "max_loras": "adapters are not served yet",
-    "max_lora_rank": "adapters are not served yet",
-    "max_cpu_loras": "adapters are not served yet",
-    "default_mm_loras": "adapters are not served yet",
+    "enable_lora": "set model.adapters",
+    "max_loras": "all of model.adapters are loaded",
+    "max_lora_rank": "it is that of model.adapters",
+    "max_cpu_loras": "all of model.adapters are loaded",
+    "default_mm_loras": "gateways refuse images",
     "distributed_executor_backend": "the engine runs in the worker's own process",
     "worker_cls": "the engine runs in the worker's own process",
     "worker_extension_cls": "the engine runs in the worker's own process",

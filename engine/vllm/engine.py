@@ -20,6 +20,7 @@ import torch
 from ...kv_transfer.identity import block_hashes, partition_salt
 from ...kv_transfer.slices import piece_count
 from ...protos.frames import AttemptKey, Grammar, ScoredToken, Token
+from ..adapters import read_adapter
 from ..checkpoint_facts import read_facts
 from ..commands import BlocksReserved, EngineObservation, PrefixStaged, StagePrefix
 from ..engine import no_tier_blocks
@@ -45,7 +46,7 @@ from .pool import VllmPool, describe_format, format_hash
 from .prefix_blocks import PrefixBlocks
 from .prefix_names import PrefixNames
 from .self_test import check_moved_blocks
-from .start import check_version, start_core
+from .start import check_version, load_adapters, start_core
 from .statistics import VllmStatistics
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ class VllmEngine:
         (self.kv_pool,) = self._registered_pools
         scheduler: Any = self._core.scheduler
         self._scheduler = scheduler
+        #: By name, what vLLM's requests for an adapter carry.
+        self._adapters = load_adapters(self._core, options.adapters)
         #: How many ids vLLM has room for in a step.
         self._step_tokens_limit = int(scheduler.max_num_scheduled_tokens)
         scheduler.kv_event_publisher = self  # `publish` below gets the events of each step
@@ -133,6 +136,7 @@ class VllmEngine:
             self._salt,
             describe_attention(self._core.vllm_config, self._layer_numbers),
             options.vllm_arguments,
+            {name: read_adapter(folder).fingerprint for name, folder in options.adapters.items()},
         )
         self.compatibility = format_hash(layout, self.format_facts)
         self.piece_count = piece_count(layout, ranks=1)
@@ -154,6 +158,7 @@ class VllmEngine:
             self._names,
             options.limits.block_tokens,
             self._core.request_block_hasher,
+            self._adapters,
         )
         #: Prompts for transfers that have not begun, as others hold too much of the pool.
         self._deferred: list[Sequence] = []
@@ -231,10 +236,14 @@ class VllmEngine:
 
         A prompt for a transfer begins when the others leave it room (`held_share`). A sequence that
         is too long for the pool or the model is refused with the next step's events: for blocks
-        that the pool never has, vLLM would wait for ever.
+        that the pool never has, vLLM would wait for ever. So is one for an adapter that this worker
+        lacks: it may be there on workers with newer settings.
         """
         length = len(sequence.token_ids)
-        if length >= self.max_model_len:  # an id is sampled behind them
+        if not self._has_adapter(sequence):
+            reason = f"unknown_adapter: {sequence.sampling.adapter!r} is not loaded here"
+            self._answers.append(SequenceOutput(sequence.attempt_key, error=reason))
+        elif length >= self.max_model_len:  # an id is sampled behind them
             if self.max_model_len < self.block_count * self.limits.block_tokens:
                 reason = (
                     f"no_capacity: {length} tokens, and a prompt and its answer have at most "
@@ -250,6 +259,9 @@ class VllmEngine:
             self._deferred.append(sequence)
         else:
             self._start(sequence, RequestState.WAITING, length)
+
+    def _has_adapter(self, sequence: Sequence) -> bool:
+        return not sequence.sampling.adapter or sequence.sampling.adapter in self._adapters
 
     def _start_deferred(self) -> None:
         """Starts prompts for transfers, the most urgent first, while they leave room to others.
@@ -282,10 +294,12 @@ class VllmEngine:
         """Asks vLLM for blocks for KV that is going to arrive.
 
         Returns a refusal where the pool is too full now for the sequence and its growth, beside what
-        is left to others' (`growth_reserve_blocks`). Else it
+        is left to others' (`growth_reserve_blocks`), and where this worker lacks its adapter. Else it
         returns None: vLLM gives blocks in a step, and the answer is among the events of a later
         step, which may be a refusal too.
         """
+        if not self._has_adapter(sequence):
+            return BlocksReserved(sequence.attempt_key, None)
         needed = self.required_blocks(sequence)
         if self._requests:
             needed += self.growth_reserve_blocks
@@ -401,7 +415,7 @@ class VllmEngine:
             sampling_params=parameters,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=self._adapters.get(sampling.adapter),
             cache_salt=sequence.cache_partition.hex() or None,
             data_parallel_rank=None,
             priority=priority,

@@ -96,25 +96,33 @@ def pool_layout(layers: Sequence[torch.Tensor], block_tokens: int) -> KVLayout:
 
 
 def describe_format(
-    layout: KVLayout, model: bytes, attention: dict[str, str], arguments: dict[str, Any]
+    layout: KVLayout,
+    model: bytes,
+    attention: dict[str, str],
+    arguments: dict[str, Any],
+    adapters: dict[str, bytes],
 ) -> dict[str, str]:
     """Returns by name what two ends must have in common besides the numbers of a token.
 
     `model` is the checkpoint's fingerprint, `attention` what orders the numbers inside of a block,
     and `arguments` are the operator's (`engine.vllm`). Those that leave the numbers alone do not
-    count; any other may change what is in a block. Both ends must have blocks of one size too:
-    vLLM's cannot be cut by tokens.
+    count; any other may change what is in a block. `adapters` are the fingerprints of the model's
+    adapters by name. Both ends must have blocks of one size too: vLLM's cannot be cut by tokens.
     """
     counted = {
         name: value for name, value in sorted(arguments.items()) if not is_neutral(name, value)
     }
-    return {
+    facts = {
         "engine": "vllm",
         "model": model.hex(),
         **attention,
         "tokens of a block": str(layout.block_tokens),
         "engine.vllm": json.dumps(counted, sort_keys=True, default=str),
     }
+    if adapters:
+        names = {name: adapters[name].hex() for name in sorted(adapters)}
+        facts["adapters"] = json.dumps(names)
+    return facts
 
 
 def format_hash(layout: KVLayout, facts: dict[str, str]) -> bytes:

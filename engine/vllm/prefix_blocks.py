@@ -6,7 +6,7 @@ it has cached and evicted; `PrefixNames` translates between its hashes and ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,8 @@ class PrefixBlocks:
     """The prefixes that vLLM's block pool holds, and those that are staged in it.
 
     `block_pool` is vLLM's. `hash_blocks` is the function by which vLLM names a request's blocks;
-    None if it names none, as when its prefix cache is off.
+    None if it names none, as when its prefix cache is off. `adapters` are vLLM's `LoRARequest`s by
+    name, which count for the names of blocks.
     """
 
     def __init__(
@@ -41,11 +42,13 @@ class PrefixBlocks:
         names: PrefixNames,
         block_tokens: int,
         hash_blocks: Callable[[Request], list[Any]] | None,
+        adapters: Mapping[str, Any],
     ) -> None:
         self._block_pool = block_pool
         self._names = names
         self._block_tokens = block_tokens
         self._hash_blocks = hash_blocks
+        self._adapters = adapters
         self.staged: dict[AttemptKey, StagedPrefix] = {}  #: Until they are cached or released.
 
     def take_events(self, events: Iterable[Any]) -> None:
@@ -111,13 +114,14 @@ class PrefixBlocks:
         """Caches the first `block_count` staged blocks of this key, and unpins all of them.
 
         The cached ones stay in the cache until vLLM evicts them. Without the prefix's tokens in
-        the command no block can be named, so nothing is cached.
+        the command, or without its adapter here, no block can be named, so nothing is cached.
         """
         staged = self.staged.pop(attempt_key, None)
         if staged is None:
             return
         command = staged.command
-        if command.token_ids and block_count > staged.held_blocks:
+        can_name = command.token_ids and (not command.adapter or command.adapter in self._adapters)
+        if can_name and block_count > staged.held_blocks:
             carrier = self._carrier(command, block_count * self._block_tokens)
             self._names.learn(0, carrier.block_hashes, command.hashes)
             self._block_pool.cache_full_blocks(
@@ -140,6 +144,7 @@ class PrefixBlocks:
             prompt_token_ids=list(command.token_ids[:tokens]),
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
+            lora_request=self._adapters.get(command.adapter),
             cache_salt=command.cache_partition.hex() or None,
             block_hasher=self._hash_blocks,
         )

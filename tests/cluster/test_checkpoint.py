@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError
 from diptych.cluster.launch.checkpoint import Checkpoint, check_memory, find_checkpoint
+from diptych.engine.adapters import read_adapter
 from diptych.engine.demo import CHECKPOINT
 from diptych.engine.memory import weight_bytes
+
+from tests.support.adapters import make_adapter
 
 MIB = 1 << 20
 
@@ -131,3 +134,73 @@ def test_weights_that_end_up_in_a_gpu_take_no_memory_of_the_host(
     monkeypatch.setattr("diptych.cluster.launch.checkpoint.available_memory", lambda: limit - 1)
     with pytest.raises(ConfigError, match="2 workers need"):
         check_memory([(mixed, checkpoint)])
+
+
+# ---- adapters --------------------------------------------------------------------------------
+
+
+def with_adapters(**adapters: Path) -> ClusterConfig:
+    paths = {name: str(path) for name, path in adapters.items()}
+    model = {"path": str(CHECKPOINT), "name": "demo", "adapters": paths}
+    return ClusterConfig.model_validate({"model": model, "engine": {"kind": "vllm"}})
+
+
+def changed_adapter(folder: Path, **settings: Any) -> Path:
+    make_adapter(folder, CHECKPOINT)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return folder
+
+
+def test_adapters_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_adapter(tmp_path / "sql", CHECKPOINT, rank=12)
+    monkeypatch.chdir(tmp_path)
+    checkpoint = find_checkpoint(with_adapters(sql=Path("sql")))
+    assert checkpoint.adapters == {"sql": tmp_path / "sql"}
+    facts = read_adapter(tmp_path / "sql")
+    assert facts.rank == 12 and len(facts.fingerprint) == 16
+    make_adapter(tmp_path / "again", CHECKPOINT, rank=12)
+    assert read_adapter(tmp_path / "again") == facts
+    make_adapter(tmp_path / "other", CHECKPOINT, seed=1, rank=12)
+    assert read_adapter(tmp_path / "other") != facts
+    changed_adapter(tmp_path / "stronger", r=12, lora_alpha=99)
+    assert read_adapter(tmp_path / "stronger") != facts
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"peft_type": "IA3"}, "only LORA is served"),
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "merge it into its model's weights"),
+        ({"bias": "all"}, "merge it into its model's weights"),
+        ({"r": None}, "r is None"),
+        ({"r": True}, "r is True"),
+        ({"r": 0}, "r is 0"),
+    ],
+)
+def test_an_adapter_that_is_not_computed_is_a_sentence(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    folder = changed_adapter(tmp_path / "sql", **settings)
+    with pytest.raises(ConfigError, match=f"model.adapters.sql: .*{words}"):
+        find_checkpoint(with_adapters(sql=folder))
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_without_a_file_is_a_sentence(tmp_path: Path, name: str) -> None:
+    folder = changed_adapter(tmp_path / "sql")
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match=f"model.adapters.sql: {name} is missing"):
+        find_checkpoint(with_adapters(sql=folder))
+
+
+def test_an_adapter_has_a_name_of_its_own(tmp_path: Path) -> None:
+    folder = changed_adapter(tmp_path / "demo")
+    with pytest.raises(ConfigError, match="the model's own name, 'demo'"):
+        find_checkpoint(with_adapters(demo=folder))
+
+
+def test_our_own_engine_computes_no_adapters(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"set engine\.kind to vllm"):
+        config_of(str(CHECKPOINT), model={"adapters": {"sql": "x"}})

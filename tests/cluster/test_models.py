@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +19,11 @@ from diptych.cluster.gateway import model_directory
 from diptych.cluster.gateway.model_directory import QUIET_LOOKS
 from diptych.cluster.gateway.served_model import PromptBody
 from diptych.cluster.gateway.text.tokenizer import TokenizedPrompt
+from diptych.protos import frames
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
 
+from tests.support.adapters import make_adapter
 from tests.support.standin import (
     ANSWER,
     QUESTION,
@@ -70,6 +73,38 @@ def test_the_model_that_is_named_answers(gateway: StandIn, named: str, answered:
     assert answer.json()["choices"][0]["message"]["content"] == ANSWER
     counts = {name: model.finished for name, model in gateway.gateway.models.items()}
     assert counts == {"demo": int(answered == "demo"), "other": int(answered == "other")}
+
+
+def test_an_adapter_is_named_in_place_of_its_model(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The workers get its name, its answers have it, and no KV of the model's own is its."""
+    sql = make_adapter(tmp_path / "sql", folders[1])
+    hosted = {"kind": "vllm", "python": sys.executable}
+    other = model_named("other", folders[1], model={"adapters": {"sql": str(sql)}}, engine=hosted)
+    with standing_in(folders[0], [other]) as gateway:
+        started: dict[str, frames.StartDecode] = {}
+        for name in ("sql", "other"):
+            answer = chat(gateway, name)
+            assert answer.status_code == 200 and answer.json()["model"] == name, answer.text
+            workers: Any = gateway.gateway.models["other"].plane
+            started[name] = workers.started[-1]
+        assert started["sql"].sampling.adapter == "sql" and started["other"].sampling.adapter == ""
+        assert started["sql"].cache_partition != started["other"].cache_partition
+        assert started["sql"].token_ids == started["other"].token_ids
+
+        answered = {
+            "messages": chat(gateway, "sql", "messages").json()["model"],
+            "completions": httpx.post(
+                f"{gateway.url}/v1/completions", json={"model": "sql", "prompt": "x"}, timeout=60
+            ).json()["model"],
+            "responses": httpx.post(
+                f"{gateway.url}/v1/responses", json={"model": "sql", "input": QUESTION}, timeout=60
+            ).json()["model"],
+        }
+        assert set(answered.values()) == {"sql"}, answered
+        cards = {card["id"]: card for card in httpx.get(f"{gateway.url}/v1/models").json()["data"]}
+        assert cards["sql"]["parent"] == "other" and "parent" not in cards["other"]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])

@@ -36,6 +36,9 @@ def test_a_partition_is_a_tenants_or_a_groups_and_a_clients_own_names_divide_it(
             ("keyless salt", None, "s", None),
         ]
     }
+    named["adapter"] = partitions.name_of(None, None, None, "sql")
+    named["another adapter"] = partitions.name_of(None, None, None, "poems")
+    named["acme's adapter"] = partitions.name_of(key_of("acme"), None, None, "sql")
     assert named["none"] == b"" and len(set(named.values())) == len(named)
     assert named["acme"] == partitions.name_of(key_of("acme"), None, None)
     assert named["group"] == partitions.name_of(key_of("other", "acme"), None, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,18 @@ def test_flags_are_settings_under_the_names_that_vllm_has(
     assert config.model.chat_template == str(template)
     assert config.gateway.api_key_hashes == (sha256("secret one"), sha256("two"))
     assert "secret one" not in output + config.model_dump_json(), "only its hash is kept"
+
+
+def test_adapters_are_given_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosted = ("--engine", "vllm", "--set", f"engine.python={sys.executable}")
+    config, _ = configured(monkeypatch, *hosted, "--adapter", "a=/x=y", "--lora-modules", "b=org/b")
+    assert config is not None
+    assert config.model.adapters == {"a": "/x=y", "b": "org/b"}
+    for wrong, words in (("a", "expected NAME=FOLDER"), ("=x", "expected NAME=FOLDER")):
+        config, output = configured(monkeypatch, *hosted, "--adapter", wrong)
+        assert config is None and words in output
+    config, output = configured(monkeypatch, *hosted, "--adapter", "a=x", "--adapter", "a=y")
+    assert config is None and "given twice" in output
 
 
 def test_without_flags_nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ class Workers:
         self._ends = tuple(json.loads((folder / "config.json").read_text())["eos_token_id"])
         self._grammars = GrammarCompiler(folder, self.text.vocabulary_size, self._ends)
         self._inboxes: dict[f.AttemptKey, Inbox] = {}
+        self.started: list[f.StartDecode] = []  #: what workers were ordered, oldest first
         self.tasks: dict[
             f.AttemptKey, asyncio.Task
         ] = {}  #: requests that hold something on a worker
@@ -91,6 +92,7 @@ class Workers:
         self._inboxes[frame.attempt_key].put_nowait(placed)
 
     def submit(self, worker: str, frame: f.StartDecode, ask_for_life: bool = False) -> None:
+        self.started.append(frame)
         loop = asyncio.get_running_loop()
         self.tasks[frame.attempt_key] = loop.create_task(self._answer(frame))
 

@@ -113,13 +113,21 @@ class Outcome:
 class Pair:
     """The two workers, and what they sent. `close` ends them."""
 
-    def __init__(self, folder: Path, transport: str, *, timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        transport: str,
+        *,
+        timeout_s: float = 5.0,
+        adapters: dict[str, Path] | None = None,
+    ) -> None:
         pool = {"engine": {"kv_mib": 8, "max_step_tokens": 128}}
         self.config = ClusterConfig.model_validate(
             {
                 "pools": {"prefill": pool, "decode": pool},
                 "kv_transfer": {"transport": transport, "timeout_s": timeout_s},
                 "engine": {"kind": "vllm"},
+                "model": {"adapters": {name: str(path) for name, path in (adapters or {}).items()}},
             }
         )
         self.loop = asyncio.new_event_loop()
@@ -196,14 +204,21 @@ class Pair:
         *,
         at: tuple[str, ...] = (DECODE, PREFILL),
         sampling: frames.Sampling = GREEDY,
+        partition: bytes = b"",
     ) -> Outcome:
         """Starts an attempt on the workers `at`; what is heard of it goes to the outcome."""
         key = (name, attempt)
         outcome = self.outcomes.setdefault(key, Outcome())
         if DECODE in at:
-            self.decode.submit(GATEWAY, frames.StartDecode(key, 1, list(ids), sampling, PREFILL))
+            decode = frames.StartDecode(
+                key, 1, list(ids), sampling, PREFILL, cache_partition=partition
+            )
+            self.decode.submit(GATEWAY, decode)
         if PREFILL in at:
-            self.prefill.submit(GATEWAY, frames.StartPrefill(key, 1, list(ids), sampling, DECODE))
+            prefill = frames.StartPrefill(
+                key, 1, list(ids), sampling, DECODE, cache_partition=partition
+            )
+            self.prefill.submit(GATEWAY, prefill)
         return outcome
 
     async def ask(self, ids: list[int]) -> list[int]:
@@ -214,7 +229,11 @@ class Pair:
         return outcome.token_ids[0]
 
     async def alone(
-        self, ids: list[int], partition: bytes = b"alone", prefix_holder: str | None = None
+        self,
+        ids: list[int],
+        partition: bytes = b"alone",
+        prefix_holder: str | None = None,
+        sampling: frames.Sampling = GREEDY,
     ) -> list[int]:
         """Returns the decode worker's own answer. It shares no cached block with the others.
 
@@ -226,7 +245,7 @@ class Pair:
             key,
             1,
             list(ids),
-            GREEDY,
+            sampling,
             None,
             prefix_holder=prefix_holder,
             cache_partition=partition,

@@ -159,8 +159,8 @@ def test_layers_of_different_shapes_are_refused() -> None:
         pool_layout(layers, 64)
 
 
-def test_adapters_are_refused_with_what_to_do() -> None:
-    with pytest.raises(EngineError, match="merge the adapter"):
+def test_vllms_own_argument_for_adapters_is_refused_with_what_to_do() -> None:
+    with pytest.raises(EngineError, match=r"set model\.adapters"):
         check_arguments({"enable_lora": True})
 
 

@@ -32,6 +32,7 @@ class AloneTask:
     kv_bytes: int
     #: Answered after `prompt`, each alone; then the result is a list of answers.
     further_prompts: list[list[int]] = field(default_factory=list)
+    adapter: str = ""  #: The folder of a LoRA adapter that answers; empty: the model itself.
 
 
 def answers_of(
@@ -62,6 +63,7 @@ def answers_of(
 def answer_alone(task: AloneTask) -> list[int] | list[list[int]]:
     """Starts vLLM for one task, and ends it."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     engine = LLM(
         task.model,
@@ -75,13 +77,17 @@ def answer_alone(task: AloneTask) -> list[int] | list[list[int]]:
         enforce_eager=True,
         async_scheduling=False,
         language_model_only=True,
+        enable_lora=bool(task.adapter),
     )
+    adapter = LoRARequest("adapter", 1, task.adapter) if task.adapter else None
     parameters = SamplingParams(
         temperature=0.0, max_tokens=task.answer_tokens, ignore_eos=True, detokenize=False
     )
     answers: list[list[int]] = []
     for prompt in (task.prompt, *task.further_prompts):
-        (result,) = engine.generate({"prompt_token_ids": prompt}, parameters, use_tqdm=False)
+        (result,) = engine.generate(
+            {"prompt_token_ids": prompt}, parameters, use_tqdm=False, lora_request=adapter
+        )
         answers.append(list(result.outputs[0].token_ids))
     return answers if task.further_prompts else answers[0]
 

@@ -136,7 +136,9 @@ class Api:
         model = self._find(http, body.model)
         terms = http.state.terms
         request, prompt = await model.prepare(body, request_id, terms)
-        shape = ChatShape(body, request, model.text, model=model.name, prompt=prompt)
+        shape = ChatShape(
+            body, request, model.text, model=model.answering_name(body.model), prompt=prompt
+        )
         call = ApiCall(
             [request],
             shape,
@@ -168,7 +170,11 @@ class Api:
             for prompt, prompt_id in zip(prompts, prompt_ids, strict=True)
         ]
         shape = CompletionShape(
-            body, requests, tokenizer=model.text, model=model.name, call_id=request_id
+            body,
+            requests,
+            tokenizer=model.text,
+            model=model.answering_name(body.model),
+            call_id=request_id,
         )
         call = ApiCall(
             requests,
@@ -224,7 +230,7 @@ class Api:
             chat,
             request,
             model.text,
-            model=model.name,
+            model=model.answering_name(body.model),
             prompt=prompt,
             store=keep if store.is_enabled and body.store is not False else None,
         )
@@ -296,7 +302,7 @@ class Api:
             chat,
             request,
             model.text,
-            model=model.name,
+            model=model.answering_name(body.model),
             prompt=prompt,
             block_tokens=model.limits.block_tokens,
         )

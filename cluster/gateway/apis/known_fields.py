@@ -328,7 +328,7 @@ KNOWN_FIELDS: tuple[KnownField, ...] = (
     *_ignored("rid", _SAMPLED, "the header x-request-id names a request"),
     *_ignored("separate_reasoning stream_reasoning", _CHAT, "reasoning is told apart", [True]),
     *_refused("guided_whitespace_pattern", _SAMPLED, "use guided_grammar (Lark)"),
-    *_refused("lora_path", _SAMPLED, "no adapters are served; leave it out"),
+    *_refused("lora_path", _SAMPLED, "name the adapter as the model (model.adapters)"),
 )
 
 

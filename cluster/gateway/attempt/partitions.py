@@ -33,18 +33,25 @@ class CachePartitions:
         self._key = hashlib.blake2b(secret.encode(), digest_size=32).digest()
 
     def name_of(
-        self, api_key: ApiKey | None, cache_salt: str | None, prompt_cache_key: str | None
+        self,
+        api_key: ApiKey | None,
+        cache_salt: str | None,
+        prompt_cache_key: str | None,
+        adapter: str = "",
     ) -> bytes:
         """Return the name of a request's partition, the same at every gateway of the cluster.
 
         `api_key` is None where the request has no API key. `cache_salt` and `prompt_cache_key` are
-        the body's fields; an empty one counts as missing. The name has `PARTITION_BYTES` bytes, or
-        none where all three are missing.
+        the body's fields; an empty one counts as missing. `adapter` is that of the model: with
+        another one, or none, the same prompt has other KV. The name has `PARTITION_BYTES` bytes, or
+        none where all four are missing.
         """
-        if api_key is None and not cache_salt and not prompt_cache_key:
+        if api_key is None and not cache_salt and not prompt_cache_key and not adapter:
             return b""
         owner = _owner_of(api_key) if api_key else ""
         parts = [owner, cache_salt or "", prompt_cache_key or ""]
+        if adapter:
+            parts.append(adapter)
         return hashlib.blake2b(
             json.dumps(parts).encode(), key=self._key, digest_size=PARTITION_BYTES
         ).digest()

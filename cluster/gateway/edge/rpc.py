@@ -157,7 +157,9 @@ async def _prepare_chat(
     # client's JSON in tools, tool_choice or tool_calls.
     body = parse_body(ChatRequest, _chat_body(message), Reading.STRICT)
     request, prompt = await served.prepare(body, request_id, terms)
-    shape = ChatShape(body, request, served.text, model=served.name, prompt=prompt)
+    shape = ChatShape(
+        body, request, served.text, model=served.answering_name(body.model), prompt=prompt
+    )
 
     def replies_of(delta: TextDelta) -> list[pb.ChatResponse]:
         replies = [_chat_reply(event["choices"][0], request) for event in shape.delta(delta)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ from diptych.cluster.model_watch import ModelWatch
 from diptych.engine.demo import CHECKPOINT
 from ray.serve._private.deploy_utils import get_app_code_version
 from ray.serve.schema import ServeApplicationSchema
+
+from tests.support.adapters import make_adapter
 
 CONFIG = ClusterConfig.model_validate(
     {"models": {"one": None, "two": {"model": {"served_names": ["zwei"]}}}}
@@ -130,6 +133,25 @@ def test_what_cannot_be_added_is_refused_and_changes_nothing(
     with pytest.raises(ApiError, match=message):
         asyncio.run(cluster.orders.add(name, tree, dry_run=False))
     assert cluster.applications == before
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "just added"])
+def test_no_adapter_has_the_name_of_another_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_known: bool
+) -> None:
+    """Not of one that Control knows, nor of one that Serve was told of just now."""
+    folder = make_adapter(tmp_path / "adapter", CHECKPOINT)
+    hosted = {"kind": "vllm", "python": sys.executable}
+    cluster = Cluster(monkeypatch, *(["one", "two"] if is_known else ["one"]))
+    tree = {"model": {"path": str(CHECKPOINT), "adapters": {"two": str(folder)}}, "engine": hosted}
+    if is_known:
+        with pytest.raises(ApiError, match="another model has the name two"):
+            asyncio.run(cluster.orders.add("new", tree, dry_run=False))
+        return
+    asyncio.run(cluster.orders.add("new", tree, dry_run=False))
+    assert cluster.applications[-1]["args"]["model"]["adapters"] == {"two": str(folder)}
+    with pytest.raises(ApiError, match="another model has the name two"):
+        asyncio.run(cluster.orders.add("two", {}, dry_run=False))
 
 
 @pytest.mark.parametrize(

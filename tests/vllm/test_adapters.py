@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,10 @@ def ask(pair: Pair, ids: list[int], adapter: str) -> Outcome:
     )
 
 
+def has_ended(outcome: Outcome) -> bool:
+    return bool(outcome.finished or outcome.failures)
+
+
 def test_split_answers_of_all_adapters_at_once_are_those_of_vllm_alone(
     pair: Pair, prompts: list[list[int]], answers_alone: dict[str, list[list[int]]]
 ) -> None:
@@ -107,7 +112,8 @@ def test_split_answers_of_all_adapters_at_once_are_those_of_vllm_alone(
     async def scenario() -> None:
         for _ in range(2):
             outcomes = [(ask(pair, ids, name), name, ids) for ids in prompts for name in NAMES]
-            await pair.until(lambda: all(told.finished or told.failures for told, *_ in outcomes))
+            for outcome, _, _ in outcomes:
+                await pair.until(partial(has_ended, outcome))
             for outcome, name, ids in outcomes:
                 assert not outcome.failures, (name, outcome)
                 expected = answers_alone[name][prompts.index(ids)]

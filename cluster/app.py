@@ -79,7 +79,7 @@ def model_application(args: dict[str, Any]) -> serve.Application:
     A Serve config file names it: `import_path: diptych.cluster.app:model_application`. Its
     `route_prefix` must be null, as the front application takes all calls. `args` is the
     configuration tree of `config.py`. Serve runs this on any node, so the model must be at the same
-    path on all of them; whether it fits there is not checked. Raises ConfigError.
+    path on all of them, and its adapters; whether it fits there is not checked. Raises ConfigError.
     """
     config = _read(args)
     if config.models:  # `model` is then the bundled one, which nobody has asked for
@@ -87,6 +87,8 @@ def model_application(args: dict[str, Any]) -> serve.Application:
     checkpoint = find_checkpoint(config)
     tree = config.model_dump()
     tree["model"]["name"] = checkpoint.name
+    # All workers get the same files, also where an id stands for them and what it means changes.
+    tree["model"]["adapters"] = {name: str(path) for name, path in checkpoint.adapters.items()}
     workers = []
     for pool_name, deployment in POOL_DEPLOYMENTS.items():
         pool = config.pools.of(pool_name)

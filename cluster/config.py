@@ -701,6 +701,11 @@ class ClusterConfig(ConfigSection):
     def _check_model(self) -> None:
         """Raise ValueError for settings of one model that do not work together."""
         self._check_replicas()
+        name_twice = find_repeated(self.model.further_names)
+        if name_twice is not None:
+            raise ValueError(
+                f"model.served_names, model.adapters: the name {name_twice!r} is given twice"
+            )
         for name in ("prefill", "decode"):
             self._check_pool(name, self.pools.of(name))
         ranks = max(self.pools.prefill.tensor_parallel, self.pools.decode.tensor_parallel)

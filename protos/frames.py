@@ -25,7 +25,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-PROTOCOL = 2  #: Raised by a change that older peers would misread.
+PROTOCOL = 3  #: Raised by a change that older peers would misread.
 
 AttemptKey = tuple[str, int]  #: (id of the request on the wire, number of the attempt)
 

@@ -90,12 +90,13 @@ def _read_config(
                 fail(f"{file}: models has no entry {name}", 2)
             model = tree.of_model(name).model_dump(mode="json", exclude={"secret", "models"})
             model["model"]["path"] = _absolute(model["model"]["path"])
-            adapters = model["model"]["adapters"]
-            model["model"]["adapters"] = {key: _absolute(path) for key, path in adapters.items()}
             config = load_config(None, {**model, **overrides})
     except ConfigError as error:
         fail(str(error))
-    return config.model_dump(mode="json", include=set(MODEL_SECTIONS))
+    sections = config.model_dump(mode="json", include=set(MODEL_SECTIONS))
+    adapters = sections["model"]["adapters"]
+    sections["model"]["adapters"] = {key: _absolute(path) for key, path in adapters.items()}
+    return sections
 
 
 def _absolute(path: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import msgspec
 from pydantic import ValidationError
 
+from ...engine.adapters import NO_PROMPT_LOGPROBS
 from ...engine.checkpoint_facts import read_facts
 from ...engine.errors import WeightsError
 from ...engine.sizing import context_limit, kv_layout
@@ -243,6 +244,8 @@ class ServedModel:
         if sampling.grammar:
             await self._check_grammar(sampling.grammar)
 
+        if self.config.model.adapters and sampling.prompt_logprobs is not None:
+            raise ApiError("invalid_request", NO_PROMPT_LOGPROBS, "prompt_logprobs")
         adapter = self.adapter_of(body.model)
         if adapter:
             sampling = msgspec.structs.replace(sampling, adapter=adapter)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...engine.adapters import read_adapter
+from ...engine.adapters import adapter_memory, read_adapter
 from ...engine.checkpoint_facts import read_facts
 from ...engine.demo import CHECKPOINT
 from ...engine.errors import EngineError, WeightsError
@@ -130,7 +130,7 @@ def _download(path: str) -> Path:
 def check_memory(models: Sequence[tuple[ClusterConfig, Checkpoint]]) -> None:
     """Compare what all workers of all models need with the memory that is free on this machine.
 
-    A worker needs the weights, its KV pool and `WORKER_OVERHEAD_MIB`. Weights and a pool in a GPU's
+    A worker needs the weights, its KV pool, its adapters and `WORKER_OVERHEAD_MIB`. Weights and a pool in a GPU's
     memory do not count. A worker counts as one process: with `tensor_parallel` above 1 it needs
     more than is counted. Raises ConfigError if the workers need more than is free. Nothing is
     checked where the system does not say what is free.
@@ -160,7 +160,12 @@ def _needed_bytes(config: ClusterConfig, checkpoint: Checkpoint) -> int:
         model_bytes = sum(file.stat().st_size for file in _weight_files(checkpoint.folder))
     pools = (config.pools.prefill, config.pools.decode)
     return sum(
-        pool.replicas * (_host_bytes(pool, model_bytes) + (WORKER_OVERHEAD_MIB << 20))
+        pool.replicas
+        * (
+            _host_bytes(pool, model_bytes)
+            + adapter_memory(checkpoint.adapters, pool.engine.max_step_tokens)
+            + (WORKER_OVERHEAD_MIB << 20)
+        )
         for pool in pools
     )
 

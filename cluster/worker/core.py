@@ -21,6 +21,7 @@ import msgspec
 
 from ...decode_worker import DecodeRole
 from ...decode_worker.role import DecodeAction, DecodeAttemptEnded
+from ...engine.adapters import NO_PROMPT_LOGPROBS
 from ...engine.commands import (
     AddSequence,
     BlocksLoaded,
@@ -258,9 +259,16 @@ class WorkerCore:
     def submit(self, gateway: str, frame: frames.StartPrefill | frames.StartDecode) -> None:
         """Begin a gateway's new attempt, which fits the role. A duplicate changes nothing.
 
-        An attempt with a grammar begins when the grammar is compiled.
+        An attempt with a grammar begins when the grammar is compiled. One for an adapter that this
+        worker lacks fails; another worker may have newer settings, and the adapter.
         """
-        if frame.sampling.grammar is None:
+        adapter = frame.sampling.adapter
+        if adapter and adapter not in self.config.model.adapters:
+            reason = f"unknown_adapter: {adapter!r} is not loaded here"
+            self._refuse(gateway, frame.attempt_key, reason, final=False)
+        elif self.config.model.adapters and frame.sampling.prompt_logprobs is not None:
+            self._refuse(gateway, frame.attempt_key, NO_PROMPT_LOGPROBS, final=True)
+        elif frame.sampling.grammar is None:
             self._begin(gateway, frame)
         else:
             self._grammars.begin_when_compiled(gateway, frame)
@@ -290,10 +298,10 @@ class WorkerCore:
     def _refuse(
         self, gateway: str, attempt_key: frames.AttemptKey, reason: str, final: bool
     ) -> None:
-        """Tell the gateway that the attempt's grammar was not compiled in time.
+        """Tell the gateway that an attempt does not begin here, and why.
 
-        The failure is final only if this grammar itself was being compiled for too long. Otherwise
-        the gateway tries another worker.
+        Unless that is final, the gateway tries another worker. For a grammar that was not compiled
+        in time it is final only if this grammar itself was being compiled for too long.
         """
         self._send(gateway, frames.AttemptFailed(attempt_key, self.name, reason, final))
 

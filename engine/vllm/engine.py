@@ -32,6 +32,7 @@ from ..sampler import SamplingFault, sample_tokens
 from ..sequence import BlocksFilled, Sequence, SequenceOutput
 from ..spec import fingerprint
 from ..step_counters import StepCounters
+from .adapters import load_adapters
 from .hooks import HOOKS, REQUEST_ID
 from .hosted_request import HostedRequest, RequestState, request_id_of
 from .internals import (
@@ -46,7 +47,7 @@ from .pool import VllmPool, describe_format, format_hash
 from .prefix_blocks import PrefixBlocks
 from .prefix_names import PrefixNames
 from .self_test import check_moved_blocks
-from .start import check_version, load_adapters, start_core
+from .start import check_version, start_core
 from .statistics import VllmStatistics
 
 if TYPE_CHECKING:
@@ -236,14 +237,10 @@ class VllmEngine:
 
         A prompt for a transfer begins when the others leave it room (`held_share`). A sequence that
         is too long for the pool or the model is refused with the next step's events: for blocks
-        that the pool never has, vLLM would wait for ever. So is one for an adapter that this worker
-        lacks: it may be there on workers with newer settings.
+        that the pool never has, vLLM would wait for ever.
         """
         length = len(sequence.token_ids)
-        if not self._has_adapter(sequence):
-            reason = f"unknown_adapter: {sequence.sampling.adapter!r} is not loaded here"
-            self._answers.append(SequenceOutput(sequence.attempt_key, error=reason))
-        elif length >= self.max_model_len:  # an id is sampled behind them
+        if length >= self.max_model_len:  # an id is sampled behind them
             if self.max_model_len < self.block_count * self.limits.block_tokens:
                 reason = (
                     f"no_capacity: {length} tokens, and a prompt and its answer have at most "
@@ -259,9 +256,6 @@ class VllmEngine:
             self._deferred.append(sequence)
         else:
             self._start(sequence, RequestState.WAITING, length)
-
-    def _has_adapter(self, sequence: Sequence) -> bool:
-        return not sequence.sampling.adapter or sequence.sampling.adapter in self._adapters
 
     def _start_deferred(self) -> None:
         """Starts prompts for transfers, the most urgent first, while they leave room to others.
@@ -294,12 +288,10 @@ class VllmEngine:
         """Asks vLLM for blocks for KV that is going to arrive.
 
         Returns a refusal where the pool is too full now for the sequence and its growth, beside what
-        is left to others' (`growth_reserve_blocks`), and where this worker lacks its adapter. Else it
+        is left to others' (`growth_reserve_blocks`). Else it
         returns None: vLLM gives blocks in a step, and the answer is among the events of a later
         step, which may be a refusal too.
         """
-        if not self._has_adapter(sequence):
-            return BlocksReserved(sequence.attempt_key, None)
         needed = self.required_blocks(sequence)
         if self._requests:
             needed += self.growth_reserve_blocks
@@ -415,7 +407,7 @@ class VllmEngine:
             sampling_params=parameters,
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=self._adapters.get(sampling.adapter),
+            lora_request=self._adapters[sampling.adapter] if sampling.adapter else None,
             cache_salt=sequence.cache_partition.hex() or None,
             data_parallel_rank=None,
             priority=priority,

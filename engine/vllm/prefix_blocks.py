@@ -114,14 +114,13 @@ class PrefixBlocks:
         """Caches the first `block_count` staged blocks of this key, and unpins all of them.
 
         The cached ones stay in the cache until vLLM evicts them. Without the prefix's tokens in
-        the command, or without its adapter here, no block can be named, so nothing is cached.
+        the command no block can be named, so nothing is cached.
         """
         staged = self.staged.pop(attempt_key, None)
         if staged is None:
             return
         command = staged.command
-        can_name = command.token_ids and (not command.adapter or command.adapter in self._adapters)
-        if can_name and block_count > staged.held_blocks:
+        if command.token_ids and block_count > staged.held_blocks:
             carrier = self._carrier(command, block_count * self._block_tokens)
             self._names.learn(0, carrier.block_hashes, command.hashes)
             self._block_pool.cache_full_blocks(
@@ -144,7 +143,7 @@ class PrefixBlocks:
             prompt_token_ids=list(command.token_ids[:tokens]),
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
-            lora_request=self._adapters.get(command.adapter),
+            lora_request=self._adapters[command.adapter] if command.adapter else None,
             cache_salt=command.cache_partition.hex() or None,
             block_hasher=self._hash_blocks,
         )

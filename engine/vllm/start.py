@@ -12,18 +12,16 @@ import inspect
 import os
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..adapters import read_adapter
 from ..errors import EngineError, OutOfMemory, UnsupportedModel
 from ..options import EngineOptions
+from .adapters import adapter_arguments
 from .arguments import find_refusal
 from .hooks import ENGINE_NAME
 from .models import attention_environment, check_model, describe_error
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
 
 SUPPORTED_VERSION = "0.32."  #: Hooks and block pool change between minor versions of vLLM.
@@ -111,8 +109,6 @@ USED_ATTRIBUTES = {
     "core.scheduler.kv_cache_manager": ("reset_prefix_cache", "take_events"),
     "core.scheduler.kv_cache_manager.block_pool": ("blocks", "num_gpu_blocks"),
 }
-#: The ranks that vLLM makes room for; an adapter's rank counts as the next one of them.
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 #: vLLM may run this many times `max_running` requests at a time. It looks at reservations only
 #: while it runs fewer than it may, so `max_running` answers never keep a reservation waiting.
 RESERVE_SLOTS = 2
@@ -278,54 +274,9 @@ def _engine_arguments(options: EngineOptions) -> dict[str, Any]:
         "seed": 0,
         "disable_log_stats": False,
         "enforce_eager": True,
-        **_adapter_arguments(options.adapters),
+        **adapter_arguments(options.adapters),
         **options.vllm_arguments,
     }
-
-
-def _adapter_arguments(adapters: dict[str, Path]) -> dict[str, Any]:
-    """Returns the arguments with which vLLM has room for all adapters at a time.
-
-    The last slot for an adapter stays empty. On a CPU, vLLM's kernels take the weights of a request
-    without an adapter from slot -1, which for torch is the last one: in a batch with others such a
-    request would be answered by the last adapter.
-    Raises errors of `read_adapter`, and UnsupportedModel for a rank that vLLM has no room for.
-    """
-    if not adapters:
-        return {}
-    ranks = {name: read_adapter(folder).rank for name, folder in adapters.items()}
-    for name, rank in ranks.items():
-        if rank > LORA_RANKS[-1]:
-            raise UnsupportedModel(
-                f"the adapter {name} has the rank {rank}, and vLLM computes {LORA_RANKS[-1]} at most"
-            )
-    largest = max(ranks.values())
-    return {
-        "enable_lora": True,
-        "max_loras": len(adapters) + 1,
-        "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= largest),
-    }
-
-
-def load_adapters(core: EngineCore, adapters: dict[str, Path]) -> dict[str, LoRARequest]:
-    """Has vLLM load all adapters; returns by name what a request for one carries.
-
-    Raises UnsupportedModel for one that vLLM cannot compute with this model.
-    """
-    if not adapters:
-        return {}
-    from vllm.lora.request import LoRARequest
-
-    requests: dict[str, LoRARequest] = {}
-    for number, (name, folder) in enumerate(adapters.items(), 1):
-        requests[name] = LoRARequest(name, number, str(folder))
-        try:
-            core.add_lora(requests[name])
-        except (ValueError, RuntimeError) as error:  # vLLM wraps what its loader raises
-            raise UnsupportedModel(
-                f"vLLM cannot load the adapter {name}: {describe_error(error)}"
-            ) from error
-    return requests
 
 
 def _hosting_arguments(engine_name: str) -> dict[str, Any]:

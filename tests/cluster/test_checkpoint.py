@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from diptych.cluster.config import ClusterConfig, ConfigError
+from diptych.cluster.launch import checkpoint as checkpoint_module
 from diptych.cluster.launch.checkpoint import Checkpoint, check_memory, find_checkpoint
-from diptych.engine.adapters import read_adapter
+from diptych.engine.adapters import adapter_memory, read_adapter
 from diptych.engine.demo import CHECKPOINT
 from diptych.engine.memory import weight_bytes
 
@@ -158,7 +161,7 @@ def test_adapters_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     checkpoint = find_checkpoint(with_adapters(sql=Path("sql")))
     assert checkpoint.adapters == {"sql": tmp_path / "sql"}
     facts = read_adapter(tmp_path / "sql")
-    assert facts.rank == 12 and len(facts.fingerprint) == 16
+    assert (facts.rank, facts.room_rank) == (12, 16) and len(facts.fingerprint) == 16
     make_adapter(tmp_path / "again", CHECKPOINT, rank=12)
     assert read_adapter(tmp_path / "again") == facts
     make_adapter(tmp_path / "other", CHECKPOINT, seed=1, rank=12)
@@ -170,13 +173,19 @@ def test_adapters_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"peft_type": "IA3"}, "only LORA is served"),
+        ({"peft_type": "IA3"}, "kind IA3 .*merge it into its model's weights"),
         ({"use_dora": True}, "DoRA"),
-        ({"modules_to_save": ["lm_head"]}, "merge it into its model's weights"),
-        ({"bias": "all"}, "merge it into its model's weights"),
-        ({"r": None}, "r is None"),
-        ({"r": True}, "r is True"),
-        ({"r": 0}, "r is 0"),
+        ({"use_qalora": True}, "QALoRA"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "changes biases"),
+        ({"init_lora_weights": "pissa"}, "own weights .*pissa"),
+        ({"r": None}, "has no r"),
+        ({"r": 0}, "has no r"),
+        ({"target_modules": None}, "has no target_modules"),
+        ({"r": "8"}, r"ranks \['8'\]"),
+        ({"r": 513}, "513.*1 to 512"),
+        ({"rank_pattern": {"q_proj": 513}}, "513.*1 to 512"),
     ],
 )
 def test_an_adapter_that_is_not_computed_is_a_sentence(
@@ -185,6 +194,40 @@ def test_an_adapter_that_is_not_computed_is_a_sentence(
     folder = changed_adapter(tmp_path / "sql", **settings)
     with pytest.raises(ConfigError, match=f"model.adapters.sql: .*{words}"):
         find_checkpoint(with_adapters(sql=folder))
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 100, 5000])
+def test_an_adapter_that_is_cut_off_is_a_sentence(tmp_path: Path, kept_bytes: int) -> None:
+    folder = changed_adapter(tmp_path / "sql")
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept_bytes])
+    with pytest.raises(ConfigError, match=r"model\.adapters\.sql: .*damaged or truncated"):
+        find_checkpoint(with_adapters(sql=folder))
+
+
+def test_adapters_count_for_the_memory_that_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with an adapter takes more than the adapter: vLLM copies a matrix for each token."""
+    folder = make_adapter(tmp_path / "sql", CHECKPOINT, rank=12)
+    facts = read_adapter(folder)
+    widest = json.loads((CHECKPOINT / "config.json").read_text())["intermediate_size"]
+    assert facts.widest == widest
+    needed = adapter_memory({"a": folder, "b": folder}, 512)
+    assert needed == 3 * (facts.weight_bytes * 16 // 12) + 512 * 16 * widest * 6
+    assert adapter_memory({}, 512) == 0
+
+    config = with_adapters(sql=folder)
+    checkpoint = find_checkpoint(config)
+    monkeypatch.setattr(checkpoint_module, "available_memory", lambda: 0)
+    sizes = []
+    for found in (checkpoint, replace(checkpoint, adapters={})):
+        with pytest.raises(ConfigError, match="too little memory") as error:
+            check_memory([(config, found)])
+        sizes.append(int(re.search(r"about (\d+) MiB", str(error.value))[1]))  # type: ignore[index]
+    assert sizes[0] - sizes[1] == pytest.approx(
+        2 * adapter_memory({"sql": folder}, 512) / MIB, abs=1
+    )
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -204,3 +247,9 @@ def test_an_adapter_has_a_name_of_its_own(tmp_path: Path) -> None:
 def test_our_own_engine_computes_no_adapters(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set engine\.kind to vllm"):
         config_of(str(CHECKPOINT), model={"adapters": {"sql": "x"}})
+
+
+def test_no_name_is_a_models_and_an_adapters() -> None:
+    model = {"served_names": ["latest"], "adapters": {"latest": "x"}}
+    with pytest.raises(ValueError, match="'latest' is given twice"):
+        config_of("x", model=model, engine={"kind": "vllm"})

@@ -93,16 +93,32 @@ def test_an_adapter_is_named_in_place_of_its_model(
         assert started["sql"].cache_partition != started["other"].cache_partition
         assert started["sql"].token_ids == started["other"].token_ids
 
-        answered = {
-            "messages": chat(gateway, "sql", "messages").json()["model"],
-            "completions": httpx.post(
-                f"{gateway.url}/v1/completions", json={"model": "sql", "prompt": "x"}, timeout=60
-            ).json()["model"],
-            "responses": httpx.post(
-                f"{gateway.url}/v1/responses", json={"model": "sql", "input": QUESTION}, timeout=60
-            ).json()["model"],
-        }
-        assert set(answered.values()) == {"sql"}, answered
+        ordered = len(workers.started)
+        messages = [{"role": "user", "content": QUESTION}]
+        for path, body in {
+            "v1/messages": {"messages": messages, "max_tokens": 9},
+            "v1/completions": {"prompt": ["x", "y"]},
+            "v1/responses": {"input": QUESTION},
+            "v1/chat/completions": {"messages": messages, "n": 2},
+            "invocations": {"messages": messages},
+        }.items():
+            answer = httpx.post(f"{gateway.url}/{path}", json={"model": "sql", **body}, timeout=60)
+            assert answer.status_code == 200 and answer.json()["model"] == "sql", answer.text
+        with grpc.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+            stub = rpc.InferenceStub(channel)
+            message = pb.Message(role="user", content=QUESTION)
+            list(stub.Chat(pb.ChatRequest(messages=[message], model="sql")))
+            list(stub.Generate(pb.GenerateRequest(text="x", model="sql")))
+        later = workers.started[ordered:]
+        assert len(later) >= 8
+        assert {frame.sampling.adapter for frame in later} == {"sql"}
+        assert {frame.cache_partition for frame in later} == {started["sql"].cache_partition}
+
+        # vLLM's step would raise, also for the model itself.
+        for name in ("sql", "other"):
+            refused = chat(gateway, name, prompt_logprobs=1)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "prompt_logprobs"
         cards = {card["id"]: card for card in httpx.get(f"{gateway.url}/v1/models").json()["data"]}
         assert cards["sql"]["parent"] == "other" and "parent" not in cards["other"]
 

@@ -171,3 +171,6 @@ def test_a_model_of_a_file_is_sent_with_a_path_that_holds_in_any_folder(
     assert _read_config("a", None, file, None)["model"]["path"] == str(tmp_path / "ck")
     assert _read_config("b", None, file, None)["model"]["path"] == "org/model"
     assert _read_config("c", "./ck", None, None)["model"]["path"] == str(tmp_path / "ck")
+    hosted = ["engine.kind=vllm", "model.adapters={sql: ck, poems: org/poems}"]
+    adapters = _read_config("d", "./ck", None, hosted)["model"]["adapters"]
+    assert adapters == {"sql": str(tmp_path / "ck"), "poems": "org/poems"}

@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 from diptych.cluster.gateway.attempt.partitions import CachePartitions
-from diptych.engine.errors import EngineError, UnsupportedModel
+from diptych.engine.adapters import NO_PROMPT_LOGPROBS, RANKS, WEIGHTS_FILE
+from diptych.engine.errors import EngineError
 from diptych.engine.options import EngineOptions
 from diptych.engine.vllm.engine import VllmEngine
 from diptych.engine.vllm.models import attention_environment
-from diptych.engine.vllm.start import ENVIRONMENT, LORA_RANKS, RESERVE_SLOTS
+from diptych.engine.vllm.start import ENVIRONMENT, RESERVE_SLOTS
 from diptych.protos.frames import Sampling
 
 from tests.support.adapters import make_adapter
 
 from .model_matrix import KV_BYTES, LIMITS
-from .pair import PREFILL, Outcome, Pair
+from .pair import DECODE, PREFILL, Outcome, Pair
 from .test_transfer_faults import new_name, new_prompt
 from .vllm_alone import AloneTask, answers_of
 
@@ -151,14 +152,36 @@ def test_a_prefix_of_an_adapter_comes_from_a_peer(
 
 
 def test_an_adapter_that_a_worker_lacks_is_refused_there(pair: Pair) -> None:
+    """By each of the two, and not for good: another worker may have newer settings."""
+
     async def scenario() -> None:
-        outcome = ask(pair, new_prompt(70), "unheard-of")
-        await pair.until(lambda: len(outcome.failures) > 0)
-        assert not outcome.token_ids
-        assert "unknown_adapter" in outcome.reasons or "pool_full" in outcome.reasons, outcome
-        local = pair.begin(new_name(), 0, new_prompt(70), at=(PREFILL,), sampling=sampling_of("x"))
-        await pair.until(lambda: bool(local.failures))
-        assert local.reasons == ["unknown_adapter"] and not local.failures[0].final
+        for role in (PREFILL, DECODE):
+            outcome = pair.begin(
+                new_name(), 0, new_prompt(70), at=(role,), sampling=sampling_of("unheard-of")
+            )
+            await pair.until(lambda told=outcome: bool(told.failures))  # type: ignore[misc]
+            assert outcome.reasons == ["unknown_adapter"] and not outcome.failures[0].final
+            assert "'unheard-of'" in outcome.failures[0].reason
+        await pair.whole()
+
+    pair.run(scenario())
+
+
+def test_logprobs_of_prompts_are_refused_and_end_nobody(
+    pair: Pair, prompts: list[list[int]]
+) -> None:
+    """vLLM's step would raise with several requests in its batch, and that ends a worker."""
+    wanted = Sampling(ANSWER_TOKENS, logprobs=2, prompt_logprobs=2)
+
+    async def scenario() -> None:
+        others = [ask(pair, prompts[0], name) for name in NAMES]
+        refused = pair.begin(new_name(), 0, prompts[1], sampling=wanted)
+        await pair.until(lambda: len(refused.failures) == 2)
+        assert set(refused.reasons) == {NO_PROMPT_LOGPROBS.partition(":")[0]}
+        assert all(failure.final for failure in refused.failures)
+        for outcome in others:
+            await pair.until(partial(has_ended, outcome))
+            assert not outcome.failures, outcome
         await pair.whole()
 
     pair.run(scenario())
@@ -181,18 +204,52 @@ def test_peers_with_other_adapters_refuse_each_other(
     assert len(set(found)) == 3
 
 
+def renamed(old: str, new: str) -> Callable[[Path, Path], Path]:
+    """An adapter some of whose matrices have names that the model has not."""
+
+    def make(folder: Path, base: Path) -> Path:
+        assert len(old) == len(new)  # so that the file stays one of safetensors
+        make_adapter(folder, base)
+        file = folder / WEIGHTS_FILE
+        file.write_bytes(file.read_bytes().replace(old.encode(), new.encode()))
+        return folder
+
+    return make
+
+
+def of_a_model_with(**changes: int) -> Callable[[Path, Path], Path]:
+    """An adapter of a model of the same family, of another size."""
+
+    def make(folder: Path, base: Path) -> Path:
+        other = folder.parent / "other"
+        other.mkdir()
+        config = json.loads((base / "config.json").read_text()) | changes
+        (other / "config.json").write_text(json.dumps(config))
+        return make_adapter(folder, other)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (renamed("self_attn.q_proj", "self_attn.c_attn"), "cannot load the adapter foreign"),
+        (renamed("model.model.layers", "model.modal.layers"), "which this model has not"),
+        (of_a_model_with(num_hidden_layers=9), "which this model has not"),
+        (of_a_model_with(hidden_size=32), "and the model's takes"),
+        (of_a_model_with(hidden_size=4096), "cannot load the adapter foreign"),
+    ],
+    ids=["names of another family", "another wrapper", "more layers", "smaller", "larger"],
+)
 def test_an_adapter_of_another_model_is_refused_at_the_start(
-    checkpoint: Callable[[str], Path], adapters: dict[str, Path], tmp_path: Path
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    make: Callable[[Path, Path], Path],
+    words: str,
 ) -> None:
-    settings_file = adapters["sql"] / "adapter_config.json"
-    folder = tmp_path / "foreign"
-    folder.mkdir()
-    settings = json.loads(settings_file.read_text()) | {"target_modules": ["c_attn"]}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    weights = (adapters["sql"] / "adapter_model.safetensors").read_bytes()
-    renamed = weights.replace(b"self_attn.q_proj", b"self_attn.c_attn")
-    (folder / "adapter_model.safetensors").write_bytes(renamed)
-    with pytest.raises(EngineError, match="cannot load the adapter foreign"):
+    """Also where vLLM would leave out what does not fit, and answer by the model itself."""
+    folder = make(tmp_path / "foreign", checkpoint("llama"))
+    with pytest.raises(EngineError, match=words):
         VllmEngine(
             EngineOptions(
                 checkpoint("llama"), kv_bytes=KV_BYTES, limits=LIMITS, adapters={"foreign": folder}
@@ -200,12 +257,24 @@ def test_an_adapter_of_another_model_is_refused_at_the_start(
         )
 
 
-def test_a_rank_that_vllm_has_no_room_for_is_refused(
-    checkpoint: Callable[[str], Path], tmp_path: Path
+def test_ranks_that_differ_by_module_have_room(
+    checkpoint: Callable[[str], Path], adapters: dict[str, Path], tmp_path: Path
 ) -> None:
+    """`r` is the smallest one there, and PEFT lists the others."""
+    folder = make_adapter(tmp_path / "wide", checkpoint("llama"), rank=24)
+    file = folder / "adapter_config.json"
+    settings = json.loads(file.read_text()) | {"r": 8, "rank_pattern": {".*_proj": 24}}
+    file.write_text(json.dumps(settings))
+    engine = VllmEngine(
+        EngineOptions(
+            checkpoint("llama"), kv_bytes=KV_BYTES, limits=LIMITS, adapters={"wide": folder}
+        )
+    )
+    assert engine._core.vllm_config.lora_config.max_lora_rank == 32
+    engine.close()
+
+
+def test_the_ranks_are_those_that_vllm_has_room_for() -> None:
     from vllm.config.lora import MaxLoRARanks
 
-    assert set(LORA_RANKS) == set(MaxLoRARanks.__args__)
-    folder = make_adapter(tmp_path / "wide", checkpoint("llama"), 1, rank=LORA_RANKS[-1] + 1)
-    with pytest.raises(UnsupportedModel, match="513"):
-        VllmEngine(EngineOptions(checkpoint("llama"), kv_bytes=KV_BYTES, adapters={"wide": folder}))
+    assert set(RANKS) == set(MaxLoRARanks.__args__)

@@ -53,7 +53,7 @@ class Other:
 def facts_of(engine: VllmEngine, layout: KVLayout, **arguments: Any) -> dict[str, str]:
     """What the engine would tell of itself now, after some part of it was replaced."""
     attention = internals.describe_attention(engine._core.vllm_config, engine._layer_numbers)
-    return describe_format(layout, engine._salt, attention, arguments)
+    return describe_format(layout, engine._salt, attention, arguments, adapters={})
 
 
 def of_another_isa(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> Other:
@@ -98,9 +98,17 @@ def of_another_kind(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> Othe
         own.close()
 
 
+def of_another_adapter(engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> Other:
+    layout = engine.kv_pool.layout
+    attention = internals.describe_attention(engine._core.vllm_config, engine._layer_numbers)
+    facts = describe_format(layout, engine._salt, attention, {}, adapters={"sql": b"1"})
+    return Other(facts, layout, 'adapters: {"sql": "31"} (here: ')
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        of_another_adapter,
         of_another_isa,
         of_another_version,
         of_another_order,

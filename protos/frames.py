@@ -406,6 +406,9 @@ class AttemptRefused(msgspec.Struct, tag="refused", frozen=True):
     reason: str
     message: str  #: for the client
     retry_after_s: float  #: from when on another try may be worth it, in seconds from now
+    #: how long the router would refuse every other new request, too: until then, gateways may
+    #: refuse them themselves; 0: not every one
+    closed_s: float = 0.0
 
 
 class AttemptOutcome(msgspec.Struct, tag="over", frozen=True):
@@ -446,6 +449,8 @@ class RequestOutcome(msgspec.Struct, tag="outcome", frozen=True):
     ttft_target_s: float = 0.0  #: 0: the configured one
     itl_target_s: float = 0.0  #: 0: the configured one
     prompt_tokens: int = 0  #: for the configured target, if that depends on them
+    #: the gateway refused it by what the router had said before (`AttemptRefused.closed_s`)
+    is_unasked: bool = False
 
 
 class PromptPrefilled(msgspec.Struct, tag="prefilled", frozen=True):

@@ -66,6 +66,9 @@ from .worker_state import DecodeReservation, WorkerState
 #: for, if the reservation is known from its worker alone, which does not say the lengths.
 FOREIGN_KV_SHARE = 0.75
 FINISHED = ("stop", "length")  #: reasons of attempts that say how long answers are
+#: For how long a full queue counts as full, in seconds. Gateways refuse new requests themselves
+#: meanwhile, and a place that becomes free stays free for as long.
+QUEUE_FULL_S = 0.05
 MIN_REJECT_RETRY_S = 1.0  #: no client is told to come back sooner
 #: After this share of `queue_ttl_s`, or of its TTFT target if that is longer, a request is old: from
 #: then on it may be placed although running answers then miss their ITL targets. If it is overdue,
@@ -427,7 +430,7 @@ class Router:
         if len(self.queue) >= self.config.queue_max:
             message = f"{len(self.queue)} requests wait already"
             self._record_refusal(self._new_request(gateway, place, now), message, now)
-            return [self._refuse(gateway, key, "queue_full", message)]
+            return [self._refuse(gateway, key, "queue_full", message, closed_s=QUEUE_FULL_S)]
         self._release_foreign(key)
         self._index.expire(now)
         request = self._new_request(gateway, place, now)
@@ -563,11 +566,17 @@ class Router:
     # ---- refusing --------------------------------------------------------------------------------
 
     def _refuse(
-        self, gateway: str, key: AttemptKey, reason: str, message: str, retry_after_s: float = 1.0
+        self,
+        gateway: str,
+        key: AttemptKey,
+        reason: str,
+        message: str,
+        retry_after_s: float = 1.0,
+        closed_s: float = 0.0,
     ) -> DeliverFrame:
         self.refused += 1
         self.counts.refused[reason] += 1
-        return DeliverFrame(gateway, AttemptRefused(key, reason, message, retry_after_s))
+        return DeliverFrame(gateway, AttemptRefused(key, reason, message, retry_after_s, closed_s))
 
     def _record_refusal(self, request: QueuedRequest, message: str, now: float) -> None:
         if self.config.decisions and not request.place.is_rehearsal:
@@ -670,7 +679,13 @@ class Router:
             self.fleet.release(attempt.decode_worker, key)
 
     def _observe_outcome(self, outcome: RequestOutcome, now: float) -> None:
-        """Count a request by its targets, which the gateway knows of those that were placed."""
+        """Count a request by its targets, which the gateway knows of those that were placed.
+
+        One that a gateway has refused in this router's place counts among the refused ones, too.
+        """
+        if outcome.is_unasked:
+            self.refused += 1
+            self.counts.refused[outcome.reason] += 1
         ttft_s = outcome.ttft_target_s
         if not ttft_s:
             target = self.targets.ttft_target(outcome)

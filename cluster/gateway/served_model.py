@@ -236,6 +236,7 @@ class ServedModel:
         logs.set_request_id(request_id)
         self.generator.check_open()
         self._facilities.capacity.check_room()
+        self.check_router_is_open(request_id, terms)
         body.check(self.text, self.limits)
         prompt = await self._prompt_of(body)
         check_known_ids(prompt.token_ids, self.text, self.limits)
@@ -267,6 +268,44 @@ class ServedModel:
         output = body.output()
         resume = await self._fetch_kept(request, output)
         return self.shelf.find(request, output, resume), prompt
+
+    def check_router_is_open(self, request_id: str, terms: Terms) -> None:
+        """Refuses a new request while the router has no place for any. Raises ApiError.
+
+        `request_id` is empty where the client gave none. Whoever comes back for an answer is let
+        through, as it may be kept here or elsewhere. A refused request counts as one that ran and
+        was refused, but for its prompt's length, which nobody knows yet.
+        """
+        now = time.monotonic()
+        try:
+            self.generator.closed_router.check(now)
+        except ApiError as error:
+            comes_back = (
+                bool(terms.resume.cursors)
+                or self._facilities.peers.gave(request_id)
+                or self.shelf.keeps(terms.tenant, request_id)
+            )
+            if comes_back or terms.is_rehearsal:
+                return
+            self._account_unasked(error, terms, now)
+            raise
+
+    def _account_unasked(self, error: ApiError, terms: Terms, now: float) -> None:
+        """Counts a request that was refused though nobody has asked the router."""
+        self.started += 1
+        self.refused += 1
+        self.tally.count_refused(error.http_status, terms.slo_class)
+        error.counted_in_metrics = True
+        outcome = frames.RequestOutcome(
+            terms.tenant,
+            terms.slo_class,
+            error.reason,
+            waited_s=now - (terms.arrived_s or now),
+            ttft_target_s=terms.ttft_target_s,
+            itl_target_s=terms.itl_target_s,
+            is_unasked=True,
+        )
+        self.plane.link.send(outcome)
 
     async def _fetch_kept(self, request: Request, output: Output) -> Resume:
         """Gives the request what is kept of its answers elsewhere: by a gateway, or by its client.

@@ -24,12 +24,23 @@ from .apis.response_finder import ResponseFinder, answer_peer
 from .apis.response_store import ResponseStore
 from .apis.schema import Reading
 from .attempt.generator import draining_error
+from .attempt.terms import Terms
 from .capacity import GatewayCapacity
 from .edge.keys import AccessControl
 from .errors import ApiError
 from .peers import GatewayPeers
 from .served_model import GatewayFacilities, ServedModel
 
+#: The routes that ask workers for an answer.
+GENERATING_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/invocations",
+    }
+)
 INSPECTION_AGE_S = 0.05  #: A page of metrics may show numbers of routers and workers of this age.
 
 
@@ -117,6 +128,16 @@ class GatewayService:
         if not name:
             raise ApiError("invalid_request", f"name a model: {names}", "model")
         raise ApiError("model_not_found", f"model {name!r} is not served; try {names}")
+
+    def check_before_body(self, path: str, request_id: str, terms: Terms) -> None:
+        """Refuses what is going to be refused whatever its body says. Raises ApiError.
+
+        That is a call for an answer while the router of the only model takes none. With several
+        models the body says which of them is meant.
+        """
+        if path in GENERATING_PATHS and len(self.models) == 1:
+            (model,) = self.models.values()
+            model.check_router_is_open(request_id, terms)
 
     @property
     def names(self) -> list[str]:

@@ -17,6 +17,7 @@ from diptych.protos.frames import (
     Coefficients,
     DeliverFrame,
     PlaceAttempt,
+    RequestOutcome,
     WorkerCard,
     WorkerDirectory,
     WorkerReport,
@@ -525,6 +526,19 @@ def test_a_full_queue_refuses_at_once() -> None:
     assert isinstance(refused, AttemptRefused)
     assert (refused.attempt_key, refused.reason) == (("r3", 0), "queue_full")
     assert "2 requests wait already" in refused.message and refused.retry_after_s > 0
+    assert refused.closed_s > 0, "gateways may refuse whoever comes next themselves"
+
+
+def test_what_gateways_refuse_while_the_queue_is_full_counts_as_refused() -> None:
+    rig = Rig(queue_max=1)
+    rig.ask("r1")
+    assert isinstance(rig.ask("r2"), AttemptRefused)
+    outcome = RequestOutcome("", "interactive", "queue_full", 0.0)
+    rig.send(e.RequestEnded(outcome))
+    rig.send(e.RequestEnded(msgspec.structs.replace(outcome, is_unasked=True)))
+    statistics = rig.router.statistics()
+    assert statistics["refused"] == 2
+    assert rig.router.counts.refused == {"queue_full": 2}
 
 
 def test_who_waits_too_long_for_a_busy_worker_is_refused() -> None:
@@ -533,7 +547,7 @@ def test_who_waits_too_long_for_a_busy_worker_is_refused() -> None:
     rig.ask("r2")
     assert rig.send(e.RouterTick(), after=2.9) == []
     (refused,) = rig.send(e.RouterTick(), after=0.1)
-    assert refused.frame.reason == "deadline_exceeded"
+    assert refused.frame.reason == "deadline_exceeded" and refused.frame.closed_s == 0
     assert "3 s" in refused.frame.message and "busy" in refused.frame.message
 
 

@@ -29,6 +29,7 @@ from ....protos.targets import parse_cached
 from ....router.first_token import FirstTokenPacer
 from ....router.goodput import p99
 from ..errors import ApiError, busy_error
+from .closed_router import ClosedRouter
 from .crashes import CrashCount, CrashMemory, crash_error
 from .first_token_gate import FirstTokenGate
 from .plane import AttemptEvent, Inbox, Plane
@@ -198,6 +199,7 @@ class Generator:
         #: that was given up included.
         self.retries = 0
         self.handovers = 0  #: Attempts that were handed over, of all requests.
+        self.closed_router = ClosedRouter()
         self._crash_memory = CrashMemory()
         self.closed = False  #: True once the gateway ends: no attempt begins any more.
 
@@ -276,6 +278,7 @@ class Generator:
         if isinstance(event, ApiError):
             raise event
         if isinstance(event, frames.AttemptRefused):
+            self.closed_router.note(event, time.monotonic())
             raise ApiError(event.reason, event.message, retry_after_s=event.retry_after_s)
 
         # Clients are told of the first placement: its time, its cache hits and its lane.

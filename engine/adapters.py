@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 #: The ranks that vLLM makes room for; an adapter's rank counts as the next one of them.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+#: Modules that have a row for each id; few of a step's tokens pass through the second one.
+VOCABULARY_MODULES = ("embed_tokens", "lm_head")
+#: In names of weights that are not the adapter's: PEFT may save those of the model beside them.
+BASE_WEIGHTS = ".base_layer."
+TYPE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  #: Of a number, by the name that safetensors has.
 #: Ways to begin the training that leave the model's own weights alone, by PEFT's names. With any
 #: other one, PEFT changes these weights too when it loads the adapter.
 PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
@@ -37,6 +43,7 @@ UNSUPPORTED = {
     "use_bdlora": "is block-diagonal (BD-LoRA)",
     "use_qalora": "uses QALoRA",
     "modules_to_save": "replaces whole modules (modules_to_save)",
+    "target_parameters": "changes single parameters, as of experts (target_parameters)",
 }
 
 
@@ -45,8 +52,9 @@ class AdapterFacts:
     """What an engine and its peers need to know of an adapter."""
 
     rank: int  #: The largest inner size of its matrices.
-    widest: int  #: The largest outer size of its matrices.
-    weight_bytes: int  #: Of its file.
+    #: The largest outer size of its matrices that all tokens of a step pass through.
+    widest: int
+    weight_bytes: int  #: Of its matrices.
     fingerprint: bytes  #: Tells two adapters apart, as `spec.fingerprint` tells two models.
 
     @property
@@ -79,23 +87,29 @@ def read_adapter(folder: Path) -> AdapterFacts:
         raise UnsupportedModel(
             f"the adapter in {folder} has the ranks {ranks}, and vLLM computes 1 to {RANKS[-1]}"
         )
+    widest = 0
+    weight_bytes = 0
     weights = folder / WEIGHTS_FILE
     with open_tensor_file(weights, "numpy") as tensors:
         names = tensors.keys()
-        sizes = [size for name in names for size in tensors.get_slice(name).get_shape()]
-    if not sizes:
+        for name in names:
+            matrix = tensors.get_slice(name)
+            if BASE_WEIGHTS not in name:
+                weight_bytes += prod(matrix.get_shape()) * TYPE_BYTES.get(matrix.get_dtype(), 4)
+            if not any(module in name for module in VOCABULARY_MODULES):
+                widest = max(widest, *matrix.get_shape())
+    if not weight_bytes:
         raise WeightsError(f"{weights} has no weights: save the adapter with PEFT")
-    return AdapterFacts(
-        max(ranks), max(sizes), weights.stat().st_size, fingerprint(folder, CONFIG_FILE)
-    )
+    return AdapterFacts(max(ranks), widest, weight_bytes, fingerprint(folder, CONFIG_FILE))
 
 
 def adapter_memory(adapters: Mapping[str, Path], step_tokens: int) -> int:
-    """Returns the bytes that a worker needs about, for adapters and for the steps with them.
+    """Returns the bytes that a worker needs at least, for adapters and for the steps with them.
 
-    vLLM makes room for each adapter, and for one more, at the largest rank. On a CPU its kernels
-    copy an adapter's matrix for each token of a step, in two types: of `step_tokens` tokens at most.
-    Raises what `read_adapter` raises.
+    vLLM makes room for each adapter, and for one more, at the largest rank; also in modules that no
+    adapter changes, which is not counted here. On a CPU its kernels copy an adapter's matrix for
+    each token of a step, in two types: of `step_tokens` tokens at most. Raises what `read_adapter`
+    raises.
     """
     if not adapters:
         return 0

@@ -66,9 +66,10 @@ from .worker_state import DecodeReservation, WorkerState
 #: for, if the reservation is known from its worker alone, which does not say the lengths.
 FOREIGN_KV_SHARE = 0.75
 FINISHED = ("stop", "length")  #: reasons of attempts that say how long answers are
-#: For how long a full queue counts as full, in seconds. Gateways refuse new requests themselves
-#: meanwhile, and a place that becomes free stays free for as long.
+#: For how long a full queue counts as full: seconds at most, and as a share of the time that the
+#: workers need for it. Gateways refuse new requests themselves meanwhile.
 QUEUE_FULL_S = 0.05
+QUEUE_FULL_SHARE = 0.1
 MIN_REJECT_RETRY_S = 1.0  #: no client is told to come back sooner
 #: After this share of `queue_ttl_s`, or of its TTFT target if that is longer, a request is old: from
 #: then on it may be placed although running answers then miss their ITL targets. If it is overdue,
@@ -430,7 +431,8 @@ class Router:
         if len(self.queue) >= self.config.queue_max:
             message = f"{len(self.queue)} requests wait already"
             self._record_refusal(self._new_request(gateway, place, now), message, now)
-            return [self._refuse(gateway, key, "queue_full", message, closed_s=QUEUE_FULL_S)]
+            closed_s = self._queue_stays_full_s()
+            return [self._refuse(gateway, key, "queue_full", message, closed_s=closed_s)]
         self._release_foreign(key)
         self._index.expire(now)
         request = self._new_request(gateway, place, now)
@@ -445,6 +447,16 @@ class Router:
         actions += self._place_queued(now)
         self._note_admission(request)
         return actions
+
+    def _queue_stays_full_s(self) -> float:
+        """Return for how long gateways may take the queue to be full, now that it is, in seconds.
+
+        A place that becomes free meanwhile stays free. That is no loss while the queue keeps the
+        workers busy, so it is a small share of the time for which it does.
+        """
+        prefill_s = self.queue.prefill_s + self.queue.overdue_prefill_s
+        busy_s = prefill_s / max(self.placer.capacity, 1)
+        return min(QUEUE_FULL_S, QUEUE_FULL_SHARE * busy_s)
 
     def _note_admission(self, request: QueuedRequest) -> None:
         """Count a newcomer that is to be in time, now that the policy has judged it.

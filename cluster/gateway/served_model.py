@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -236,7 +236,7 @@ class ServedModel:
         logs.set_request_id(request_id)
         self.generator.check_open()
         self._facilities.capacity.check_room()
-        self.check_router_is_open(request_id, terms)
+        self.check_router_is_open([request_id], terms)
         body.check(self.text, self.limits)
         prompt = await self._prompt_of(body)
         check_known_ids(prompt.token_ids, self.text, self.limits)
@@ -269,21 +269,22 @@ class ServedModel:
         resume = await self._fetch_kept(request, output)
         return self.shelf.find(request, output, resume), prompt
 
-    def check_router_is_open(self, request_id: str, terms: Terms) -> None:
+    def check_router_is_open(self, request_ids: Collection[str], terms: Terms) -> None:
         """Refuses a new request while the router has no place for any. Raises ApiError.
 
-        `request_id` is empty where the client gave none. Whoever comes back for an answer is let
-        through, as it may be kept here or elsewhere. A refused request counts as one that ran and
-        was refused, but for its prompt's length, which nobody knows yet.
+        `request_ids` are those that its answers may be kept under. Whoever comes back for an answer
+        is let through: it may be kept here or elsewhere, or goes on behind what the client has of
+        it. A refused request counts as one that ran and was refused, but for its prompt's length,
+        which nobody knows yet.
         """
         now = time.monotonic()
         try:
             self.generator.closed_router.check(now)
         except ApiError as error:
-            comes_back = (
-                bool(terms.resume.cursors)
-                or self._facilities.peers.gave(request_id)
-                or self.shelf.keeps(terms.tenant, request_id)
+            peers = self._facilities.peers
+            comes_back = bool(terms.resume.cursors or terms.resume.token_ids) or any(
+                peers.gave(request_id) or self.shelf.keeps(terms.tenant, request_id)
+                for request_id in request_ids
             )
             if comes_back or terms.is_rehearsal:
                 return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ...protos import frames
@@ -31,16 +31,6 @@ from .errors import ApiError
 from .peers import GatewayPeers
 from .served_model import GatewayFacilities, ServedModel
 
-#: The routes that ask workers for an answer.
-GENERATING_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/invocations",
-    }
-)
 INSPECTION_AGE_S = 0.05  #: A page of metrics may show numbers of routers and workers of this age.
 
 
@@ -129,15 +119,16 @@ class GatewayService:
             raise ApiError("invalid_request", f"name a model: {names}", "model")
         raise ApiError("model_not_found", f"model {name!r} is not served; try {names}")
 
-    def check_before_body(self, path: str, request_id: str, terms: Terms) -> None:
+    def check_unread(self, request_ids: Collection[str], terms: Terms) -> None:
         """Refuses what is going to be refused whatever its body says. Raises ApiError.
 
         That is a call for an answer while the router of the only model takes none. With several
-        models the body says which of them is meant.
+        models the body says which of them is meant. `request_ids` are those under which the call's
+        answers may be kept, if it is not new.
         """
-        if path in GENERATING_PATHS and len(self.models) == 1:
+        if len(self.models) == 1 and not self._is_ending:
             (model,) = self.models.values()
-            model.check_router_is_open(request_id, terms)
+            model.check_router_is_open(request_ids, terms)
 
     @property
     def names(self) -> list[str]:

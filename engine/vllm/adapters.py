@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.core import EngineCore
 
-#: Modules whose matrices vLLM pads, so that their sizes say nothing.
-PADDED_MODULES = ("lm_head", "embed_tokens")
-
 
 def adapter_arguments(adapters: dict[str, Path]) -> dict[str, Any]:
     """Returns the arguments with which vLLM has room for all adapters at a time.
@@ -76,26 +73,27 @@ def _find_misfit(core: Any, number: int) -> str:
         module = manager.modules.get(module_name)
         if module is None:
             return f"it has weights for {module_name}, which this model has not"
-        if not module_name.endswith(PADDED_MODULES):
-            sizes = _find_other_sizes(module, weights)
-            if sizes:
-                return f"its {module_name} {sizes}"
+        flaw = _find_flaw(module, weights)
+        if flaw:
+            return f"its {module_name} {flaw}"
     return ""
 
 
-def _find_other_sizes(module: Any, weights: Any) -> str:
-    """Returns how an adapter's matrices of a module differ in size from the module's; empty: not.
+def _find_flaw(module: Any, weights: Any) -> str:
+    """Returns why an adapter's matrices of a module are not the module's; empty if they are.
 
-    A module that is several of a checkpoint's has a list of matrices. vLLM copies smaller ones into
-    the corner of the room for them. Matrices of experts (three dimensions) are not compared.
+    A module that is several of a checkpoint's has a list of matrices, of which some may be missing.
+    vLLM copies smaller ones into the corner of the room for them, and nothing of one without its
+    partner. The room has four dimensions but for embeddings, whose sizes vLLM compares itself.
     """
-    given_narrow = weights.lora_a if isinstance(weights.lora_a, list) else [weights.lora_a]
-    given_wide = weights.lora_b if isinstance(weights.lora_b, list) else [weights.lora_b]
-    stacked = zip(module.lora_a_stacked, module.lora_b_stacked, strict=True)
-    for (narrow_room, wide_room), narrow, wide in zip_longest(
-        stacked, given_narrow, given_wide, fillvalue=None
-    ):
-        if narrow is None or wide is None or narrow.dim() != 2 or narrow_room.dim() != 4:
+    given = zip_longest(_as_list(weights.lora_a), _as_list(weights.lora_b))
+    rooms = zip(_as_list(module.lora_a_stacked), _as_list(module.lora_b_stacked), strict=True)
+    for (narrow, wide), (narrow_room, wide_room) in zip(given, rooms, strict=False):
+        if narrow is None and wide is None:
+            continue
+        if narrow is None or wide is None:
+            return "has one of two matrices only"
+        if narrow_room.dim() != 4:
             continue
         takes, gives = narrow_room.shape[-1], wide_room.shape[-2]
         if (narrow.shape[-1], wide.shape[0]) != (takes, gives):
@@ -104,3 +102,8 @@ def _find_other_sizes(module: Any, weights: Any) -> str:
                 f"{takes} and gives {gives}"
             )
     return ""
+
+
+def _as_list(matrices: Any) -> list[Any]:
+    """Returns the matrices of a module, which vLLM has as one tensor where there is one."""
+    return list(matrices) if isinstance(matrices, list | tuple) else [matrices]

@@ -27,12 +27,18 @@ def attention_environment() -> dict[str, str]:
     return {"VLLM_MLA_DISABLE": "1"}
 
 
-def check_model(config: VllmConfig, block_tokens: int) -> None:
+def check_model(config: VllmConfig, block_tokens: int, *, has_adapters: bool = False) -> None:
     """Raises UnsupportedModel if workers could not exchange what vLLM keeps of this model's past.
 
+    Also if it `has_adapters` and vLLM computes none with it on a CPU.
     `config` is vLLM's, after it has adapted it to model and hardware, before anything is loaded.
     """
     reason = why_not(config.model_config, int(config.cache_config.block_size), block_tokens)
+    if has_adapters and config.model_config.is_moe:
+        reason = reason or (
+            "vLLM has no kernel for a CPU that computes experts where adapters are served; leave "
+            "model.adapters out, or merge an adapter into the model's weights"
+        )
     if reason is not None:
         raise UnsupportedModel(f"{config.model_config.architecture} behind Diptych: {reason}")
 

@@ -240,7 +240,7 @@ def start_core(options: EngineOptions, engine_name: str | None) -> EngineCore:
     kv_transfer_state._KV_CONNECTOR_AGENT = None
     try:
         config = arguments.create_engine_config()
-        check_model(config, options.limits.block_tokens)
+        check_model(config, options.limits.block_tokens, has_adapters=bool(options.adapters))
         core = EngineCore(config, Executor.get_class(config), log_stats=True)
     except (ValueError, NotImplementedError) as error:
         text = describe_error(error)

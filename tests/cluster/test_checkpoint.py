@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from diptych.cluster.config import ClusterConfig, ConfigError
 from diptych.cluster.launch import checkpoint as checkpoint_module
 from diptych.cluster.launch.checkpoint import Checkpoint, check_memory, find_checkpoint
 from diptych.engine.adapters import adapter_memory, read_adapter
 from diptych.engine.demo import CHECKPOINT
 from diptych.engine.memory import weight_bytes
+from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import make_adapter
 
@@ -180,6 +182,7 @@ def test_adapters_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "all"}, "changes biases"),
         ({"init_lora_weights": "pissa"}, "own weights .*pissa"),
+        ({"target_parameters": ["experts"]}, "target_parameters"),
         ({"r": None}, "has no r"),
         ({"r": 0}, "has no r"),
         ({"target_modules": None}, "has no target_modules"),
@@ -203,6 +206,23 @@ def test_an_adapter_that_is_cut_off_is_a_sentence(tmp_path: Path, kept_bytes: in
     file.write_bytes(file.read_bytes()[:kept_bytes])
     with pytest.raises(ConfigError, match=r"model\.adapters\.sql: .*damaged or truncated"):
         find_checkpoint(with_adapters(sql=folder))
+
+
+def test_what_is_as_large_as_the_vocabulary_is_not_copied_for_each_token(tmp_path: Path) -> None:
+    """Nor do the model's own weights count, which PEFT may save beside the adapter's."""
+    folder = make_adapter(tmp_path / "sql", CHECKPOINT)
+    facts = read_adapter(folder)
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    assert facts.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    prefix = "base_model.model"
+    tensors[f"{prefix}.lm_head.lora_A.weight"] = torch.zeros(8, 64)
+    tensors[f"{prefix}.lm_head.lora_B.weight"] = torch.zeros(100_000, 8)
+    tensors[f"{prefix}.model.embed_tokens.base_layer.weight"] = torch.zeros(100_000, 64)
+    save_file(tensors, file)
+    with_head = read_adapter(folder)
+    assert with_head.widest == facts.widest
+    assert with_head.weight_bytes - facts.weight_bytes == 4 * 8 * (64 + 100_000)
 
 
 def test_adapters_count_for_the_memory_that_is_needed(

@@ -11,7 +11,6 @@ import httpx
 import pytest
 from diptych.cluster.gateway.attempt.closed_router import ClosedRouter
 from diptych.cluster.gateway.errors import ApiError
-from diptych.cluster.gateway.service import GENERATING_PATHS
 from diptych.protos import frames as f
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
@@ -113,13 +112,44 @@ def test_who_comes_back_is_not_refused(gateway: StandIn) -> None:
     assert chat(gateway, "mine").status_code == 200
 
 
-def test_a_refused_body_is_not_read(gateway: StandIn) -> None:
+@pytest.mark.parametrize("many", [False, True], ids=["one prompt", "two prompts"])
+def test_a_completed_answer_that_is_kept_is_not_refused(gateway: StandIn, many: bool) -> None:
+    router = FullRouter(gateway)
+    router.closed_s = None
+    body = {"prompt": ["x", "y"] if many else "x", "max_tokens": 9}
+    headers = {"x-request-id": "mine", "x-resume": "keep"}
+    url = f"{gateway.url}/v1/completions"
+    first = httpx.post(url, json=body, headers=headers, timeout=60)
+    assert first.status_code == 200, first.text
+    router.closed_s = LONG_S
+    assert chat(gateway, "other").status_code == 429
+    asked = len(router.asked)
+    again = httpx.post(url, json=body, headers=headers, timeout=60)
+    assert again.status_code == 200 and again.json()["choices"] == first.json()["choices"]
+    assert len(router.asked) == asked
+
+
+def test_who_continues_behind_its_ids_may_ask_the_router(gateway: StandIn) -> None:
+    """The gateway that had the answer may be gone, and only the body says what the client has."""
+    router = FullRouter(gateway)
+    assert chat(gateway, "other").status_code == 429
+    router.closed_s = None
+    resumed = chat(gateway, "third", stream=True, resume_token_ids=[200, 201])
+    assert resumed.status_code == 200, resumed.text
+    assert router.asked[-1].startswith("third")
+    assert chat(gateway, "fourth").status_code == 429, "the router is still closed to new ones"
+
+
+def test_a_refused_body_is_not_parsed(gateway: StandIn) -> None:
     """Nor are its faults told: most of the cost of a refusal would be the reading."""
     FullRouter(gateway)
     assert chat(gateway).status_code == 429
-    for path in sorted(GENERATING_PATHS):
-        answer = httpx.post(f"{gateway.url}{path}", content=b"{", timeout=60)
+    for path in ("chat/completions", "completions", "responses", "messages"):
+        url = f"{gateway.url}/v1/{path}"
+        answer = httpx.post(url, content=b"{", timeout=60)
         assert answer.status_code == 429, (path, answer.text)
+        assert httpx.get(url).status_code == 405
+    assert httpx.post(f"{gateway.url}/invocations", content=b"{", timeout=60).status_code == 429
     assert httpx.post(f"{gateway.url}/tokenize", json={"prompt": "x"}).status_code == 200
     assert httpx.get(f"{gateway.url}/v1/models").status_code == 200
     messages = [pb.Message(role="user", content=QUESTION)]
@@ -129,6 +159,13 @@ def test_a_refused_body_is_not_read(gateway: StandIn) -> None:
     ):
         list(rpc.InferenceStub(channel).Chat(pb.ChatRequest(messages=messages)))
     assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_gateway_that_ends_says_so_and_not_that_the_queue_is_full(gateway: StandIn) -> None:
+    FullRouter(gateway)
+    assert chat(gateway).status_code == 429
+    gateway.gateway.refuse_requests()
+    assert chat(gateway).status_code == 503
 
 
 def test_of_several_models_only_the_one_whose_router_is_full_refuses(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ class Site:
             access_control=AccessControl(file),
             classes=CLASSES,
             body_timeout_s=body_s,
-            check_before_body=lambda path, request_id, terms: None,
             make_error_response=error_response,
         )
         transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]

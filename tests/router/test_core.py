@@ -23,7 +23,7 @@ from diptych.protos.frames import (
     WorkerReport,
 )
 from diptych.router import events as e
-from diptych.router.core import Router, RouterConfig
+from diptych.router.core import QUEUE_FULL_S, Router, RouterConfig
 from diptych.router.predictor import OutputLengths
 
 HASHES = [bytes([i]) * 16 for i in range(8)]
@@ -526,7 +526,20 @@ def test_a_full_queue_refuses_at_once() -> None:
     assert isinstance(refused, AttemptRefused)
     assert (refused.attempt_key, refused.reason) == (("r3", 0), "queue_full")
     assert "2 requests wait already" in refused.message and refused.retry_after_s > 0
-    assert refused.closed_s > 0, "gateways may refuse whoever comes next themselves"
+    assert refused.closed_s == 0, "nobody knows how long the queue lasts without a worker"
+
+
+def test_a_full_queue_counts_as_full_for_a_small_share_of_the_time_that_it_lasts() -> None:
+    """Gateways may refuse whoever comes meanwhile themselves, but no worker may run out of work."""
+
+    def closed_s(workers: int, queued: int) -> float:
+        names = [f"prefill/{number}" for number in range(workers)]
+        rig = Rig(*names, "decode/x", queue_max=queued, blocks=20_000, policy="diptych")
+        refused = [rig.ask(f"r{number}", prompt=64) for number in range(80)][-1]
+        assert isinstance(refused, AttemptRefused)
+        return float(refused.closed_s)
+
+    assert 0 < closed_s(4, 2) < closed_s(1, 2) < closed_s(1, 8) < closed_s(1, 40) == QUEUE_FULL_S
 
 
 def test_what_gateways_refuse_while_the_queue_is_full_counts_as_refused() -> None:

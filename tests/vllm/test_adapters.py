@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 from diptych.cluster.gateway.attempt.partitions import CachePartitions
 from diptych.engine.adapters import NO_PROMPT_LOGPROBS, RANKS, WEIGHTS_FILE
-from diptych.engine.errors import EngineError
+from diptych.engine.errors import EngineError, UnsupportedModel
 from diptych.engine.options import EngineOptions
 from diptych.engine.vllm.engine import VllmEngine
 from diptych.engine.vllm.models import attention_environment
 from diptych.engine.vllm.start import ENVIRONMENT, RESERVE_SLOTS
 from diptych.protos.frames import Sampling
+from safetensors.torch import load_file, save_file
 
+from tests.support import vllm_checkpoints
 from tests.support.adapters import make_adapter
 
 from .model_matrix import KV_BYTES, LIMITS
@@ -217,6 +219,20 @@ def renamed(old: str, new: str) -> Callable[[Path, Path], Path]:
     return make
 
 
+def without(name: str) -> Callable[[Path, Path], Path]:
+    """An adapter that lacks one of the two matrices of a module."""
+
+    def make(folder: Path, base: Path) -> Path:
+        make_adapter(folder, base)
+        file = folder / WEIGHTS_FILE
+        tensors = load_file(file)
+        del tensors[f"base_model.model.model.layers.0.{name}.weight"]
+        save_file(tensors, file, {"format": "pt"})
+        return folder
+
+    return make
+
+
 def of_a_model_with(**changes: int) -> Callable[[Path, Path], Path]:
     """An adapter of a model of the same family, of another size."""
 
@@ -235,11 +251,21 @@ def of_a_model_with(**changes: int) -> Callable[[Path, Path], Path]:
     [
         (renamed("self_attn.q_proj", "self_attn.c_attn"), "cannot load the adapter foreign"),
         (renamed("model.model.layers", "model.modal.layers"), "which this model has not"),
+        (without("self_attn.k_proj.lora_A"), "foreign"),
+        (without("mlp.down_proj.lora_B"), "foreign"),
         (of_a_model_with(num_hidden_layers=9), "which this model has not"),
         (of_a_model_with(hidden_size=32), "and the model's takes"),
         (of_a_model_with(hidden_size=4096), "cannot load the adapter foreign"),
     ],
-    ids=["names of another family", "another wrapper", "more layers", "smaller", "larger"],
+    ids=[
+        "names of another family",
+        "another wrapper",
+        "no A",
+        "no B",
+        "more layers",
+        "smaller",
+        "larger",
+    ],
 )
 def test_an_adapter_of_another_model_is_refused_at_the_start(
     checkpoint: Callable[[str], Path],
@@ -278,3 +304,12 @@ def test_the_ranks_are_those_that_vllm_has_room_for() -> None:
     from vllm.config.lora import MaxLoRARanks
 
     assert set(RANKS) == set(MaxLoRARanks.__args__)
+
+
+def test_no_adapter_is_served_with_experts(tmp_path: Path) -> None:
+    folder = vllm_checkpoints.make(tmp_path / "qwen2_moe", "qwen2_moe")
+    adapter = make_adapter(tmp_path / "sql", folder)
+    with pytest.raises(UnsupportedModel, match="experts where adapters are served"):
+        VllmEngine(
+            EngineOptions(folder, kv_bytes=KV_BYTES, limits=LIMITS, adapters={"sql": adapter})
+        )

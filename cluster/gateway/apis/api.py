@@ -55,6 +55,8 @@ TEXT_MARK = "\x1dtext\x1d"
 #: An id has 128 characters at most. The end of a longer one than this is hashed, so that the number
 #: of a prompt fits behind.
 NUMBERED_ID_CHARS_MAX = 120
+#: In a body: the client continues an answer behind these ids.
+RESUME_FIELD = b'"resume_token_ids"'
 MEDIA_TYPE_CHARS_MAX = 60  #: Of a client's content type, as an error shows it.
 OPENAI_CLOSING = b"data: [DONE]\n\n"  #: The last bytes of a stream of chats and completions.
 
@@ -132,7 +134,7 @@ class Api:
     async def chat(self, http: HttpRequest) -> Response:
         """Answer `/v1/chat/completions`."""
         request_id = identify(http, "chatcmpl-")
-        body = await self._read(http, ChatRequest)
+        body = await self._read_call(http, ChatRequest, request_id)
         model = self._find(http, body.model)
         terms = http.state.terms
         request, prompt = await model.prepare(body, request_id, terms)
@@ -151,7 +153,7 @@ class Api:
     async def completions(self, http: HttpRequest) -> Response:
         """Answer `/v1/completions`, whose body may have several prompts."""
         request_id = identify(http, "cmpl-")
-        body = await self._read(http, CompletionRequest)
+        body = await self._read_call(http, CompletionRequest, request_id)
         model = self._find(http, body.model)
         terms = http.state.terms
         prompts = body.prompts()
@@ -201,7 +203,7 @@ class Api:
     async def responses(self, http: HttpRequest) -> Response:
         """Answer `/v1/responses`; the input goes on behind a stored response, if it names one."""
         request_id = identify(http, "resp_")
-        body = await self._read(http, ResponsesRequest)
+        body = await self._read_call(http, ResponsesRequest, request_id)
         model = self._find(http, body.model)
         terms = http.state.terms
         store = self.service.responses
@@ -293,7 +295,7 @@ class Api:
     async def messages(self, http: HttpRequest) -> Response:
         """Answer Anthropic's `/v1/messages`."""
         request_id = identify(http, "msg_")
-        body = await self._read(http, MessagesRequest)
+        body = await self._read_call(http, MessagesRequest, request_id)
         model = self._find(http, body.model)
         terms = http.state.terms
         chat = body.as_chat(model.text)
@@ -352,13 +354,29 @@ class Api:
         texts = await self.service.capacity.tokenize(lambda: body.response_body(model.text))
         return _json(texts, _note_ignored(model, body))
 
+    async def _read_call(
+        self, http: HttpRequest, model: type[BodyType], request_id: str
+    ) -> BodyType:
+        """Read the body of a call for an answer, unless it is refused unread. Raises ApiError.
+
+        A client that continues an answer behind the ids that it has says so in the body alone.
+        """
+        body = http.state.body = await self._bytes_of(http)
+        if RESUME_FIELD not in body:
+            # A call of several prompts is kept under ids of its own, if it is kept.
+            request_ids = [request_id, prompt_request_ids(request_id, 2)[0]]
+            self.service.check_unread(request_ids, http.state.terms)
+        return await self._read(http, model)
+
+    async def _bytes_of(self, http: HttpRequest) -> bytes:
+        """Return the body of a request, which is received once. Raises ApiError."""
+        body: bytes | None = getattr(http.state, "body", None)
+        return await sse.read_body(http) if body is None else body
+
     async def _read(self, http: HttpRequest, model: type[BodyType]) -> BodyType:
         """Read the body of a request. Raises ApiError."""
         check_content_type(http.headers.get("content-type", ""))
-        body = getattr(http.state, "body", None)  # the bytes, if the handler has looked at them
-        if body is None:
-            body = await sse.read_body(http)
-        parsed = parse_body(model, body, self.service.reading)
+        parsed = parse_body(model, await self._bytes_of(http), self.service.reading)
         if isinstance(parsed, ChatRequest | CompletionRequest) and parsed.resume_token_ids:
             if not parsed.stream:
                 message = "resume_token_ids: only a stream goes on behind ids; set stream: true"

@@ -15,10 +15,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..attempt.terms import Terms, read_terms
+from ..attempt.terms import read_terms
 from ..errors import ApiError
 from .browsers import BrowserPolicy
-from .keys import AccessControl
+from .keys import AccessControl, ApiKey
 from .sse import BODY_MAX
 
 log = logging.getLogger(__name__)
@@ -30,9 +30,6 @@ HEADERS_MAX = 32 << 10  #: Bytes of all names and values: far more than clients 
 #: own listener sets it; other servers do not, and the time of the first check stands in.
 ARRIVED_SCOPE_KEY = "diptych.arrived"
 
-#: Refuses a call by its path, the id that its client gave it ("": none) and its terms. Raises
-#: ApiError.
-CheckBeforeBody = Callable[[str, str, Terms], None]
 MakeErrorResponse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
 
 
@@ -40,8 +37,8 @@ class RequestGuard:
     """ASGI middleware around the routes of a gateway.
 
     `classes` are the SLO classes of the configuration, `body_timeout_s` is how long a body may
-    take. `check_before_body` is asked of each call whose headers are right. `make_error_response`
-    gives an error the form of the path's API. Without a `browser_policy` any page may ask.
+    take. `make_error_response` gives an error the form of the path's API. Without a
+    `browser_policy` any page may ask.
     """
 
     def __init__(
@@ -50,7 +47,6 @@ class RequestGuard:
         access_control: AccessControl,
         classes: Collection[str],
         body_timeout_s: float,
-        check_before_body: CheckBeforeBody,
         make_error_response: MakeErrorResponse,
         browser_policy: BrowserPolicy | None = None,
     ) -> None:
@@ -58,7 +54,6 @@ class RequestGuard:
         self._access_control = access_control
         self._classes = classes
         self._body_timeout_s = body_timeout_s
-        self._check_before_body = check_before_body
         self._make_error_response = make_error_response
         self._browser_policy = browser_policy
 
@@ -72,20 +67,24 @@ class RequestGuard:
             return
         arrived_s = scope.get(ARRIVED_SCOPE_KEY) or time.monotonic()
         try:
-            headers = _first_headers(scope)
-            terms = self._check(headers, arrived_s)
-            scope.setdefault("state", {})["terms"] = terms
-            with self._access_control.admit(terms.api_key, arrived_s):
-                request_id = headers.get("x-request-id", "")
-                self._check_before_body(scope["path"], request_id, terms)
+            api_key = self._check(scope, arrived_s)
+            with self._access_control.admit(api_key, arrived_s):
                 receive_in_time = _with_body_timeout(receive, self._body_timeout_s)
                 await self._app(scope, receive_in_time, send)
         except ApiError as error:  # of a check: the app answers the errors of its routes itself
             response = await self._make_error_response(HttpRequest(scope), error)
             await response(scope, receive, send)
 
-    def _check(self, headers: dict[str, str], arrived_s: float) -> Terms:
-        """Return the request's terms, its key among them. Raises ApiError."""
+    def _check(self, scope: Scope, arrived_s: float) -> ApiKey | None:
+        """Return the request's key and set its terms. Raises ApiError."""
+        headers: dict[str, str] = {}  # each is looked up in turn, so one pass is less work
+        headers_bytes = 0
+        for name, value in scope["headers"]:
+            headers_bytes += len(name) + len(value)
+            headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        if headers_bytes > HEADERS_MAX:
+            message = f"the headers have {headers_bytes} bytes, the limit is {HEADERS_MAX}"
+            raise ApiError("headers_too_large", message)
         if headers.get("upgrade", "").lower() == "websocket":
             raise ApiError("invalid_request", "no WebSockets here: use HTTP, with stream: true")
         if self._browser_policy:
@@ -97,20 +96,9 @@ class RequestGuard:
         body_bytes = headers.get("content-length", "")
         if body_bytes.isdigit() and int(body_bytes) > BODY_MAX:
             raise ApiError("too_large", f"the body is larger than {BODY_MAX >> 20} MiB")
-        return read_terms(headers.get, api_key, self._classes, arrived_s)
-
-
-def _first_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers by name, of equal names the first. Raises ApiError if they are too large."""
-    headers: dict[str, str] = {}  # each is looked up in turn, so one pass is less work
-    headers_bytes = 0
-    for name, value in scope["headers"]:
-        headers_bytes += len(name) + len(value)
-        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
-    if headers_bytes > HEADERS_MAX:
-        message = f"the headers have {headers_bytes} bytes, the limit is {HEADERS_MAX}"
-        raise ApiError("headers_too_large", message)
-    return headers
+        terms = read_terms(headers.get, api_key, self._classes, arrived_s)
+        scope.setdefault("state", {})["terms"] = terms
+        return api_key
 
 
 def _with_body_timeout(receive: Receive, timeout_s: float) -> Receive:

@@ -95,7 +95,6 @@ def build_app(gateway: GatewayService) -> ASGIApp:
         browser_policy=browser_policy,
         classes=gateway.classes,
         body_timeout_s=gateway.config.gateway.body_timeout_s,
-        check_before_body=gateway.check_before_body,
         make_error_response=counted_error_response,
     )
     return _open_to_pages(guarded_app, browser_policy)

@@ -119,14 +119,22 @@ class GatewayService:
             raise ApiError("invalid_request", f"name a model: {names}", "model")
         raise ApiError("model_not_found", f"model {name!r} is not served; try {names}")
 
-    def check_unread(self, request_ids: Collection[str], terms: Terms) -> None:
-        """Refuses what is going to be refused whatever its body says. Raises ApiError.
+    def has_closed_router(self) -> bool:
+        """Returns whether the router of the only model takes no new request now.
 
-        That is a call for an answer while the router of the only model takes none. With several
-        models the body says which of them is meant. `request_ids` are those under which the call's
-        answers may be kept, if it is not new.
+        With several models a call's body says which of them is meant, so this is false.
         """
-        if len(self.models) == 1 and not self._is_ending:
+        if len(self.models) != 1 or self._is_ending:
+            return False
+        (model,) = self.models.values()
+        return model.generator.closed_router.is_closed(time.monotonic())
+
+    def check_router_is_open(self, request_ids: Collection[str], terms: Terms) -> None:
+        """Refuses a new call while the router of the only model takes none. Raises ApiError.
+
+        See `ServedModel.check_router_is_open`.
+        """
+        if len(self.models) == 1:
             (model,) = self.models.values()
             model.check_router_is_open(request_ids, terms)
 

@@ -149,6 +149,8 @@ def test_a_refused_body_is_not_parsed(gateway: StandIn) -> None:
         answer = httpx.post(url, content=b"{", timeout=60)
         assert answer.status_code == 429, (path, answer.text)
         assert httpx.get(url).status_code == 405
+        parts = httpx.post(url, content=iter([b"{", b'"model"', b": 1}"]), timeout=60)
+        assert parts.status_code == 429, "its body came in parts"
     assert httpx.post(f"{gateway.url}/invocations", content=b"{", timeout=60).status_code == 429
     assert httpx.post(f"{gateway.url}/tokenize", json={"prompt": "x"}).status_code == 200
     assert httpx.get(f"{gateway.url}/v1/models").status_code == 200

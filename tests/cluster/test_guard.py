@@ -46,6 +46,7 @@ class Site:
             access_control=AccessControl(file),
             classes=CLASSES,
             body_timeout_s=body_s,
+            refuse_early=self._refuse_nobody,
             make_error_response=error_response,
         )
         transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]
@@ -57,6 +58,8 @@ class Site:
         body = await request.body()
         await self.hold.wait()
         return JSONResponse(len(body))
+
+    async def _refuse_nobody(self, _: Request) -> None: ...
 
     async def _health(self, _: Request) -> Response:
         return JSONResponse("ok")

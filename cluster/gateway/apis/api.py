@@ -55,6 +55,16 @@ TEXT_MARK = "\x1dtext\x1d"
 #: An id has 128 characters at most. The end of a longer one than this is hashed, so that the number
 #: of a prompt fits behind.
 NUMBERED_ID_CHARS_MAX = 120
+#: The routes that ask workers for an answer.
+GENERATING_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/invocations",
+    }
+)
 #: In a body: the client continues an answer behind these ids.
 RESUME_FIELD = b'"resume_token_ids"'
 MEDIA_TYPE_CHARS_MAX = 60  #: Of a client's content type, as an error shows it.
@@ -131,10 +141,27 @@ class Api:
     def __init__(self, service: GatewayService) -> None:
         self.service = service
 
+    async def refuse_unparsed(self, http: HttpRequest) -> None:
+        """Refuse a call for an answer that would be refused whatever it says. Raises ApiError.
+
+        The guard asks this before a route is looked for: most of the cost of a refusal would be
+        routing, parsing and tokenizing. A client that continues an answer behind the ids that it
+        has says so in the body alone, so that is received, and searched for the field's name.
+        """
+        is_call = http.method == "POST" and http.url.path in GENERATING_PATHS
+        if not is_call or not self.service.has_closed_router():
+            return
+        body = http.state.body = await self._bytes_of(http)
+        if RESUME_FIELD not in body:
+            request_id = http.headers.get("x-request-id", "")
+            # A call of several prompts is kept under ids of its own, if it is kept.
+            request_ids = [request_id, prompt_request_ids(request_id, 2)[0]]
+            self.service.check_router_is_open(request_ids, http.state.terms)
+
     async def chat(self, http: HttpRequest) -> Response:
         """Answer `/v1/chat/completions`."""
         request_id = identify(http, "chatcmpl-")
-        body = await self._read_call(http, ChatRequest, request_id)
+        body = await self._read(http, ChatRequest)
         model = self._find(http, body.model)
         terms = http.state.terms
         request, prompt = await model.prepare(body, request_id, terms)
@@ -153,7 +180,7 @@ class Api:
     async def completions(self, http: HttpRequest) -> Response:
         """Answer `/v1/completions`, whose body may have several prompts."""
         request_id = identify(http, "cmpl-")
-        body = await self._read_call(http, CompletionRequest, request_id)
+        body = await self._read(http, CompletionRequest)
         model = self._find(http, body.model)
         terms = http.state.terms
         prompts = body.prompts()
@@ -192,7 +219,7 @@ class Api:
 
         A body with `prompt` and without `messages` is a completion's, any other one a chat's.
         """
-        http.state.body = await sse.read_body(http)
+        http.state.body = await self._bytes_of(http)
         try:
             fields = msgspec.json.decode(http.state.body, type=dict[str, msgspec.Raw])
         except (msgspec.MsgspecError, RecursionError):
@@ -203,7 +230,7 @@ class Api:
     async def responses(self, http: HttpRequest) -> Response:
         """Answer `/v1/responses`; the input goes on behind a stored response, if it names one."""
         request_id = identify(http, "resp_")
-        body = await self._read_call(http, ResponsesRequest, request_id)
+        body = await self._read(http, ResponsesRequest)
         model = self._find(http, body.model)
         terms = http.state.terms
         store = self.service.responses
@@ -295,7 +322,7 @@ class Api:
     async def messages(self, http: HttpRequest) -> Response:
         """Answer Anthropic's `/v1/messages`."""
         request_id = identify(http, "msg_")
-        body = await self._read_call(http, MessagesRequest, request_id)
+        body = await self._read(http, MessagesRequest)
         model = self._find(http, body.model)
         terms = http.state.terms
         chat = body.as_chat(model.text)
@@ -353,20 +380,6 @@ class Api:
         DetokenizeRequest.check_size(http.state.body, model.limits.max_model_len)
         texts = await self.service.capacity.tokenize(lambda: body.response_body(model.text))
         return _json(texts, _note_ignored(model, body))
-
-    async def _read_call(
-        self, http: HttpRequest, model: type[BodyType], request_id: str
-    ) -> BodyType:
-        """Read the body of a call for an answer, unless it is refused unread. Raises ApiError.
-
-        A client that continues an answer behind the ids that it has says so in the body alone.
-        """
-        body = http.state.body = await self._bytes_of(http)
-        if RESUME_FIELD not in body:
-            # A call of several prompts is kept under ids of its own, if it is kept.
-            request_ids = [request_id, prompt_request_ids(request_id, 2)[0]]
-            self.service.check_unread(request_ids, http.state.terms)
-        return await self._read(http, model)
 
     async def _bytes_of(self, http: HttpRequest) -> bytes:
         """Return the body of a request, which is received once. Raises ApiError."""

@@ -8,6 +8,8 @@ who are served need.
 
 from __future__ import annotations
 
+from math import inf
+
 from ....protos.frames import AttemptRefused
 from ..errors import ApiError
 
@@ -17,7 +19,7 @@ class ClosedRouter:
 
     def __init__(self) -> None:
         self._refused: AttemptRefused | None = None
-        self._opens_at = 0.0
+        self._opens_at = -inf
 
     def note(self, refused: AttemptRefused, now: float) -> None:
         """Takes note of a refusal; most hold for one request only."""
@@ -25,8 +27,12 @@ class ClosedRouter:
             self._refused = refused
             self._opens_at = now + refused.closed_s
 
+    def is_closed(self, now: float) -> bool:
+        """Returns whether the last such refusal still holds."""
+        return now < self._opens_at
+
     def check(self, now: float) -> None:
         """Raises the router's own refusal as an ApiError, while it holds for everybody."""
         refused = self._refused
-        if refused is not None and now < self._opens_at:
+        if refused is not None and self.is_closed(now):
             raise ApiError(refused.reason, refused.message, retry_after_s=refused.retry_after_s)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,6 +31,8 @@ HEADERS_MAX = 32 << 10  #: Bytes of all names and values: far more than clients 
 #: own listener sets it; other servers do not, and the time of the first check stands in.
 ARRIVED_SCOPE_KEY = "diptych.arrived"
 
+#: Refuses a call before its route is looked for; it may receive the body. Raises ApiError.
+RefuseEarly = Callable[[HttpRequest], Awaitable[None]]
 MakeErrorResponse = Callable[[HttpRequest, ApiError], Awaitable[Response]]
 
 
@@ -37,8 +40,8 @@ class RequestGuard:
     """ASGI middleware around the routes of a gateway.
 
     `classes` are the SLO classes of the configuration, `body_timeout_s` is how long a body may
-    take. `make_error_response` gives an error the form of the path's API. Without a
-    `browser_policy` any page may ask.
+    take. `refuse_early` is asked of each request that passes. `make_error_response` gives an error
+    the form of the path's API. Without a `browser_policy` any page may ask.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class RequestGuard:
         access_control: AccessControl,
         classes: Collection[str],
         body_timeout_s: float,
+        refuse_early: RefuseEarly,
         make_error_response: MakeErrorResponse,
         browser_policy: BrowserPolicy | None = None,
     ) -> None:
@@ -54,6 +58,7 @@ class RequestGuard:
         self._access_control = access_control
         self._classes = classes
         self._body_timeout_s = body_timeout_s
+        self._refuse_early = refuse_early
         self._make_error_response = make_error_response
         self._browser_policy = browser_policy
 
@@ -70,7 +75,10 @@ class RequestGuard:
             api_key = self._check(scope, arrived_s)
             with self._access_control.admit(api_key, arrived_s):
                 receive_in_time = _with_body_timeout(receive, self._body_timeout_s)
+                await self._refuse_early(HttpRequest(scope, receive_in_time))
                 await self._app(scope, receive_in_time, send)
+        except ClientDisconnect:  # while its body was received early; nobody reads an answer
+            return
         except ApiError as error:  # of a check: the app answers the errors of its routes itself
             response = await self._make_error_response(HttpRequest(scope), error)
             await response(scope, receive, send)

@@ -95,6 +95,7 @@ def build_app(gateway: GatewayService) -> ASGIApp:
         browser_policy=browser_policy,
         classes=gateway.classes,
         body_timeout_s=gateway.config.gateway.body_timeout_s,
+        refuse_early=api.refuse_unparsed,
         make_error_response=counted_error_response,
     )
     return _open_to_pages(guarded_app, browser_policy)

@@ -182,6 +182,9 @@ def test_the_usage_of_a_chat_tells_its_reasoning_tokens(tmp_path: Path) -> None:
     class Service(Broken):
         text = made
 
+        def answering_name(self, name: str) -> str:
+            return name
+
         async def prepare(self, *_: object) -> tuple[Request, TokenizedPrompt]:
             return Request("r", [1], [], f.Sampling(999)), TokenizedPrompt([1], "")
 

@@ -53,7 +53,7 @@ def test_what_is_in_a_block_is_part_of_what_peers_compare() -> None:
     attention = {"instruction set": "vec"}
 
     def compared(layout: KVLayout = layout, **arguments: object) -> bytes:
-        return format_hash(layout, describe_format(layout, b"model", attention, arguments))
+        return format_hash(layout, describe_format(layout, b"model", attention, arguments, {}))
 
     assert compared() == compared(load_format="auto"), "this one changes no number"
     assert compared() == compared(load_format=None) == compared(load_format="safetensors")
@@ -61,5 +61,10 @@ def test_what_is_in_a_block_is_part_of_what_peers_compare() -> None:
     assert compared() != compared(wide)
     assert compared() != compared(quantization="awq")
     assert compared(quantization="awq", swap=1) == compared(swap=1, quantization="awq")
-    other = describe_format(layout, b"model", {"instruction set": "amx"}, {})
+    other = describe_format(layout, b"model", {"instruction set": "amx"}, {}, {})
     assert compared() != format_hash(layout, other)
+    adapted = [
+        describe_format(layout, b"model", attention, {}, {"sql": content})
+        for content in (b"1", b"2")
+    ]
+    assert len({compared(), *(format_hash(layout, facts) for facts in adapted)}) == 3

@@ -51,7 +51,7 @@ def stage(pool: Any, reserve_blocks: int, **command: Any) -> PrefixStaged:
     names.learn(0, THEIRS, OURS)
     for theirs in THEIRS:
         names.record_stored(theirs)
-    prefixes = PrefixBlocks(pool, names, 64, None)
+    prefixes = PrefixBlocks(pool, names, 64, None, {})
     return prefixes.stage(StagePrefix(KEY, OURS, **command), reserve_blocks)
 
 

@@ -58,7 +58,7 @@ test-compat: install
 VLLM ?= $(HOME)/.cache/diptych/engines/vllm/bin/python
 VLLM_TESTS := DIPTYCH_TEST_VLLM_PYTHON=$(VLLM) TRITON_INTERPRET=0
 VLLM_LIVE := tests/live/test_faults.py tests/live/test_resume.py tests/live/test_api.py tests/live/test_doctor.py \
-	tests/live/test_demo.py tests/live/test_hosted_vllm.py
+	tests/live/test_demo.py tests/live/test_hosted_vllm.py tests/live/test_security.py tests/live/test_scaling.py
 test-vllm: install
 	[ -x $(VLLM) ] || $(BIN)/diptych install-engine vllm
 	$(VLLM) -m pip install -q pytest pytest-timeout hypothesis

@@ -148,8 +148,9 @@ class Api:
         routing, parsing and tokenizing. A client that continues an answer behind the ids that it
         has says so in the body alone, so that is received, and searched for the field's name.
         """
-        is_call = http.method == "POST" and http.url.path in GENERATING_PATHS
-        if not is_call or not self.service.has_closed_router():
+        if not self.service.has_closed_router():
+            return
+        if http.method != "POST" or http.scope["path"] not in GENERATING_PATHS:
             return
         body = http.state.body = await self._bytes_of(http)
         if RESUME_FIELD not in body:

@@ -88,7 +88,7 @@ def model_application(args: dict[str, Any]) -> serve.Application:
     tree = config.model_dump()
     tree["model"]["name"] = checkpoint.name
     # All workers get the same files, also where an id stands for them and what it means changes.
-    tree["model"]["adapters"] = {name: str(path) for name, path in checkpoint.adapters.items()}
+    tree["model"]["adapters"] = checkpoint.adapter_settings
     workers = []
     for pool_name, deployment in POOL_DEPLOYMENTS.items():
         pool = config.pools.of(pool_name)

@@ -82,8 +82,8 @@ def read_adapter(folder: Path) -> AdapterFacts:
     for name in ("r", "lora_alpha", "target_modules"):
         if not settings.get(name):
             raise WeightsError(f"{folder / CONFIG_FILE} has no {name}: save the adapter with PEFT")
-    ranks = [settings["r"], *(settings.get("rank_pattern") or {}).values()]
-    if not all(isinstance(rank, int) and 1 <= rank <= RANKS[-1] for rank in ranks):
+    ranks = [settings["r"], *_own_ranks(folder, settings)]
+    if not all(type(rank) is int and 1 <= rank <= RANKS[-1] for rank in ranks):
         raise UnsupportedModel(
             f"the adapter in {folder} has the ranks {ranks}, and vLLM computes 1 to {RANKS[-1]}"
         )
@@ -97,7 +97,7 @@ def read_adapter(folder: Path) -> AdapterFacts:
             if BASE_WEIGHTS not in name:
                 weight_bytes += prod(matrix.get_shape()) * TYPE_BYTES.get(matrix.get_dtype(), 4)
             if not any(module in name for module in VOCABULARY_MODULES):
-                widest = max(widest, *matrix.get_shape())
+                widest = max([widest, *matrix.get_shape()])
     if not weight_bytes:
         raise WeightsError(f"{weights} has no weights: save the adapter with PEFT")
     return AdapterFacts(max(ranks), widest, weight_bytes, fingerprint(folder, CONFIG_FILE))
@@ -120,15 +120,23 @@ def adapter_memory(adapters: Mapping[str, Path], step_tokens: int) -> int:
     return (len(facts) + 1) * slot_bytes + step_bytes
 
 
+def _own_ranks(folder: Path, settings: Mapping[str, Any]) -> list[Any]:
+    """Returns the ranks of modules that do not have the adapter's. Raises WeightsError."""
+    rank_pattern = settings.get("rank_pattern") or {}
+    if not isinstance(rank_pattern, dict):
+        raise WeightsError(f"{folder / CONFIG_FILE}: rank_pattern is no object: {rank_pattern!r}")
+    return list(rank_pattern.values())
+
+
 def _why_unsupported(settings: Mapping[str, Any]) -> str:
     """Returns what an adapter is or has that vLLM does not compute; empty if there is nothing."""
-    kind = settings.get("peft_type", "LORA")
+    kind = settings.get("peft_type") or "LORA"
     if kind != "LORA":
         return f"is of the kind {kind} (and not LORA)"
     for name, words in UNSUPPORTED.items():
         if settings.get(name):
             return words
-    if settings.get("bias", "none") != "none":
+    if (settings.get("bias") or "none") != "none":
         return "changes biases"
     init = settings.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower() not in PLAIN_INITS:

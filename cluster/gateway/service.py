@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...protos import frames
@@ -24,7 +24,6 @@ from .apis.response_finder import ResponseFinder, answer_peer
 from .apis.response_store import ResponseStore
 from .apis.schema import Reading
 from .attempt.generator import draining_error
-from .attempt.terms import Terms
 from .capacity import GatewayCapacity
 from .edge.keys import AccessControl
 from .errors import ApiError
@@ -119,24 +118,15 @@ class GatewayService:
             raise ApiError("invalid_request", f"name a model: {names}", "model")
         raise ApiError("model_not_found", f"model {name!r} is not served; try {names}")
 
-    def has_closed_router(self) -> bool:
-        """Returns whether the router of the only model takes no new request now.
+    def model_with_closed_router(self) -> ServedModel | None:
+        """Returns the only model if its router takes no new request now, else None.
 
-        With several models a call's body says which of them is meant, so this is false.
+        With several models a call's body says which of them is meant, so it is None.
         """
         if len(self.models) != 1 or self._is_ending:
-            return False
+            return None
         (model,) = self.models.values()
-        return model.generator.closed_router.is_closed(time.monotonic())
-
-    def check_router_is_open(self, request_ids: Collection[str], terms: Terms) -> None:
-        """Refuses a new call while the router of the only model takes none. Raises ApiError.
-
-        See `ServedModel.check_router_is_open`.
-        """
-        if len(self.models) == 1:
-            (model,) = self.models.values()
-            model.check_router_is_open(request_ids, terms)
+        return model if model.generator.closed_router.is_closed(time.monotonic()) else None
 
     @property
     def names(self) -> list[str]:

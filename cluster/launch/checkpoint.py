@@ -42,6 +42,11 @@ class Checkpoint:
     #: The folders of the model's adapters, by name.
     adapters: dict[str, Path] = field(default_factory=dict)
 
+    @property
+    def adapter_settings(self) -> dict[str, str]:
+        """What `model.adapters` is where these folders are meant, and no id that stands for them."""
+        return {name: str(folder) for name, folder in self.adapters.items()}
+
 
 def find_checkpoint(config: ClusterConfig) -> Checkpoint:
     """Find the configured model, download it if need be, and check that it can be served.

@@ -515,11 +515,10 @@ def serve_model_application(model: PreparedModel) -> dict[str, Any]:
     """Return a model's application as a Serve config file has it."""
     tree = model.config.model_dump(mode="json", exclude={"secret"})
     checkpoint = model.checkpoint
-    adapters = {name: str(folder) for name, folder in checkpoint.adapters.items()}
     tree["model"] |= {
         "path": str(checkpoint.folder),
         "name": checkpoint.name,
-        "adapters": adapters,
+        "adapters": checkpoint.adapter_settings,
     }
     deployments = []
     for pool, deployment_name in POOL_DEPLOYMENTS.items():

@@ -187,6 +187,8 @@ def test_adapters_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"r": 0}, "has no r"),
         ({"target_modules": None}, "has no target_modules"),
         ({"r": "8"}, r"ranks \['8'\]"),
+        ({"r": True}, r"ranks \[True\]"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is no object"),
         ({"r": 513}, "513.*1 to 512"),
         ({"rank_pattern": {"q_proj": 513}}, "513.*1 to 512"),
     ],
@@ -196,6 +198,27 @@ def test_an_adapter_that_is_not_computed_is_a_sentence(
 ) -> None:
     folder = changed_adapter(tmp_path / "sql", **settings)
     with pytest.raises(ConfigError, match=f"model.adapters.sql: .*{words}"):
+        find_checkpoint(with_adapters(sql=folder))
+
+
+def test_what_an_adapter_leaves_out_or_null_and_unknown_fields_change_nothing(
+    tmp_path: Path,
+) -> None:
+    folder = changed_adapter(
+        tmp_path / "sql", peft_type=None, bias=None, rank_pattern=None, a_later_field={"x": 1}
+    )
+    file = folder / "adapter_model.safetensors"
+    save_file(load_file(file) | {"a_number": torch.tensor(1.0)}, file)
+    assert find_checkpoint(with_adapters(sql=folder)).adapters == {"sql": folder}
+
+
+@pytest.mark.parametrize("settings", ["[]", "{", ""])
+def test_an_adapters_settings_that_are_no_object_are_a_sentence(
+    tmp_path: Path, settings: str
+) -> None:
+    folder = changed_adapter(tmp_path / "sql")
+    (folder / "adapter_config.json").write_text(settings)
+    with pytest.raises(ConfigError, match=r"model\.adapters\.sql: .*JSON"):
         find_checkpoint(with_adapters(sql=folder))
 
 

@@ -14,6 +14,7 @@ from diptych.cluster.gateway.errors import ApiError
 from diptych.protos import frames as f
 from diptych.protos import inference_pb2 as pb
 from diptych.protos import inference_pb2_grpc as rpc
+from starlette.types import Message
 
 from tests.support.standin import (
     ANSWER,
@@ -193,3 +194,30 @@ def test_it_opens_again_when_the_time_is_over() -> None:
     closed.note(f.AttemptRefused(("s", 0), "slo_unattainable", "late", 2.0), 10.01)
     with pytest.raises(ApiError, match="9 wait"):
         closed.check(10.04)
+
+
+def test_a_client_that_leaves_before_its_body_came_is_answered_nothing(gateway: StandIn) -> None:
+    """The body is awaited before a route is found, whose error handlers know of such clients."""
+    FullRouter(gateway)
+    assert chat(gateway).status_code == 429
+    came: list[Message] = [
+        {"type": "http.request", "body": b"{", "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return came.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1")],
+    }
+    gateway.run(gateway.app(scope, receive, send), 20)
+    assert not came and not sent

@@ -148,7 +148,8 @@ class Api:
         routing, parsing and tokenizing. A client that continues an answer behind the ids that it
         has says so in the body alone, so that is received, and searched for the field's name.
         """
-        if not self.service.has_closed_router():
+        model = self.service.model_with_closed_router()
+        if model is None:
             return
         if http.method != "POST" or http.scope["path"] not in GENERATING_PATHS:
             return
@@ -157,7 +158,7 @@ class Api:
             request_id = http.headers.get("x-request-id", "")
             # A call of several prompts is kept under ids of its own, if it is kept.
             request_ids = [request_id, prompt_request_ids(request_id, 2)[0]]
-            self.service.check_router_is_open(request_ids, http.state.terms)
+            model.check_router_is_open(request_ids, http.state.terms)
 
     async def chat(self, http: HttpRequest) -> Response:
         """Answer `/v1/chat/completions`."""

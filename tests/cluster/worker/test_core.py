@@ -10,6 +10,7 @@ from diptych.cluster.config import ClusterConfig
 from diptych.cluster.worker import cores
 from diptych.cluster.worker.core import WorkerCore
 from diptych.decode_worker.role import DecodeAttemptEnded
+from diptych.engine.adapters import NO_PROMPT_LOGPROBS
 from diptych.engine.commands import AddSequence, ReleaseSequence
 from diptych.engine.engine_like import EngineLike, ReportProgress
 from diptych.engine.errors import EngineError
@@ -87,3 +88,43 @@ async def test_a_prompt_for_a_lost_decode_worker_is_released_behind_its_addition
     frame = frames.StartPrefill(("r", 0), 1, [1, 2, 3], frames.Sampling(10), "decode/lost")
     core._carry_out(core.role.submit("g", frame, []))
     assert [type(command) for command in submitted] == [AddSequence, ReleaseSequence]
+
+
+async def test_a_worker_refuses_adapters_that_it_lacks_whatever_its_engine(tmp_path: Path) -> None:
+    """Not for good: a worker with newer settings may have the adapter."""
+    sent: list[object] = []
+
+    def core_with(**adapters: str) -> WorkerCore:
+        model = {"adapters": adapters}
+        kind = "vllm" if adapters else "diptych"
+        core = WorkerCore(
+            "prefill/a",
+            "prefill",
+            ClusterConfig.model_validate({"model": model, "engine": {"kind": kind}}),
+            tmp_path,
+            send=lambda _gateway, frame: sent.append(frame),
+            on_observation=lambda _observation: None,
+        )
+        core._begin = lambda _gateway, frame: sent.append(frame)  # type: ignore[method-assign]
+        return core
+
+    def start(**sampling: object) -> frames.StartPrefill:
+        parameters = frames.Sampling(9, **sampling)  # type: ignore[arg-type]
+        return frames.StartPrefill(("r", 0), 1, [1, 2, 3], parameters, "decode/x")
+
+    for core in (core_with(), core_with(poems="x")):
+        core.submit("g", start(adapter="sql"))
+        (failed,) = sent
+        assert isinstance(failed, frames.AttemptFailed) and not failed.final
+        assert failed.reason == "unknown_adapter: 'sql' is not loaded here"
+        sent.clear()
+
+    core = core_with(sql="x")
+    begun = start(adapter="sql")
+    core.submit("g", begun)
+    for adapter in ("sql", ""):
+        core.submit("g", start(adapter=adapter, prompt_logprobs=1))
+    core_with().submit("g", begins := start(prompt_logprobs=1))
+    assert sent[0] is begun and sent[3] is begins, "only where adapters are served"
+    assert [getattr(refused, "final", False) for refused in sent[1:3]] == [True, True]
+    assert getattr(sent[1], "reason", "") == NO_PROMPT_LOGPROBS
